@@ -1,0 +1,132 @@
+"""A z-lab DFlash configuration, every field honoured or refused by name."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree.errors import DamagedFile, DrafterMismatch, UnsupportedModel
+
+ARCHITECTURES = ("DFlashDraftModel",)
+# How far two vocabulary sizes may differ and still be one vocabulary, padded for two machines (152064 and 152576).
+_MAX_PADDING = 1024
+
+
+@dataclass(frozen=True)
+class DrafterConfig:
+    """The fields of a DFlash checkpoint that change what is computed.
+
+    Source: z-lab's config.json files; some fields stand at the top level in one file and in `dflash_config` in another.
+    """
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    rms_norm_eps: float
+    rope_theta: float
+    rope_scaling: Mapping[str, Any]
+    max_position: int
+    block_size: int  # the root's slot included, so block_size - 1 depths
+    mask_token_id: int
+    target_layer_ids: tuple[int, ...]
+    num_target_layers: int | None
+    windows: tuple[int | None, ...]  # per layer: sliding window, or None for full attention
+    causal: tuple[bool, ...]  # per layer: causal inside the block
+    output_multiplier: float
+    final_logit_softcapping: float | None
+    input_embedding_scale: float
+
+    @property
+    def depths(self) -> int:
+        """Positions a block proposes."""
+        return self.block_size - 1
+
+    @classmethod
+    def read(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
+        """Read the JSON of config.json. Raises UnsupportedModel or DamagedFile, naming the field."""
+        _refuse(raw)
+        both = {**raw, **(raw.get("dflash_config") or {})}
+        rope = raw.get("rope_parameters") or {}
+        try:
+            heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
+            layers = int(raw["num_hidden_layers"])
+            softcap = both.get("final_logit_softcapping")
+            windows, causal = _attention_kinds(raw, layers)
+            return cls(
+                hidden_size=hidden,
+                intermediate_size=int(raw["intermediate_size"]),
+                num_layers=layers,
+                num_heads=heads,
+                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
+                head_dim=int(raw.get("head_dim") or hidden // heads),
+                vocab_size=int(raw["vocab_size"]),
+                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
+                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
+                rope_scaling=rope or raw.get("rope_scaling") or {},
+                max_position=int(raw.get("max_position_embeddings", 32768)),
+                block_size=int(both["block_size"]),
+                mask_token_id=int(both["mask_token_id"]),
+                target_layer_ids=tuple(int(i) for i in both["target_layer_ids"]),
+                num_target_layers=None if raw.get("num_target_layers") is None else int(raw["num_target_layers"]),
+                windows=windows,
+                causal=causal,
+                output_multiplier=float(both.get("output_multiplier", 1.0)),
+                final_logit_softcapping=float(softcap) if softcap else None,
+                input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
+            )
+        except KeyError as error:
+            raise DamagedFile(f"the drafter's config.json has no {error.args[0]!r}: fetch the drafter again") from error
+
+    def check_fits(self, vocab_size: int, hidden_size: int, num_layers: int) -> None:
+        """Raise DrafterMismatch, naming the field, unless the target has these sizes (vocabulary up to padding)."""
+        problem = None
+        if self.hidden_size != hidden_size:
+            problem = f"hidden_size {self.hidden_size}, the target's is {hidden_size}"
+        elif abs(self.vocab_size - vocab_size) > _MAX_PADDING:
+            problem = f"vocab_size {self.vocab_size}, the target's is {vocab_size}"
+        elif self.num_target_layers not in (None, num_layers):
+            problem = f"num_target_layers {self.num_target_layers}, the target has {num_layers}"
+        elif not self.target_layer_ids or not all(0 <= i < num_layers for i in self.target_layer_ids):
+            problem = f"target_layer_ids {list(self.target_layer_ids)}, the target has layers 0 to {num_layers - 1}"
+        elif not 0 <= self.mask_token_id < vocab_size:
+            problem = f"mask_token_id {self.mask_token_id}, the target's vocabulary has {vocab_size} tokens"
+        if problem:
+            raise DrafterMismatch(f"the drafter does not fit this target: it has {problem}; name its own drafter")
+        if self.block_size < 2:
+            raise UnsupportedModel(f"block_size {self.block_size} proposes nothing: it must be at least 2")
+
+
+def _refuse(raw: Mapping[str, Any]) -> None:
+    architectures = raw.get("architectures") or []
+    if not any(name in ARCHITECTURES for name in architectures):
+        raise UnsupportedModel(
+            f"architectures {architectures!r} is not a drafter that is supported: {', '.join(ARCHITECTURES)} is",
+            param="architectures",
+        )
+    for name, only in (("hidden_act", "silu"), ("quantization_config", None)):
+        if raw.get(name, only) != only:
+            raise UnsupportedModel(f"the drafter's {name} {raw[name]!r} is not supported: only {only!r} is", param=name)
+
+
+def _attention_kinds(raw: Mapping[str, Any], layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+    """Window and causality of every layer. Without `is_causal`, sliding layers are causal and full ones are not."""
+    kinds = raw.get("layer_types")
+    if kinds is None:
+        first_sliding = int(raw.get("max_window_layers", layers)) if raw.get("use_sliding_window") else layers
+        kinds = ["sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)]
+    if len(kinds) != layers:
+        raise DamagedFile(f"layer_types names {len(kinds)} layers, num_hidden_layers {layers}: fetch the drafter again")
+    unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
+    if unknown:
+        raise UnsupportedModel(
+            f"layer_types {unknown[0]!r} is not supported: full_attention and sliding_attention are", param="layer_types"
+        )
+    if "sliding_attention" in kinds and not raw.get("sliding_window"):
+        raise DamagedFile("layer_types has sliding_attention, but sliding_window is not set: fetch the drafter again")
+    declared = raw.get("is_causal")
+    sliding = [kind == "sliding_attention" for kind in kinds]
+    windows = tuple(int(raw["sliding_window"]) if s else None for s in sliding)
+    return windows, tuple(s if declared is None else bool(declared) for s in sliding)

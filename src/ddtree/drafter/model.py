@@ -1,0 +1,185 @@
+"""The DFlash drafter: target features and the root token in, per-depth logits out.
+
+Source: DFlash (arXiv 2602.06036) and z-lab's checkpoints. The layers are Qwen3's; embedding and head are the target's.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddtree.drafter.config import DrafterConfig
+from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
+from ddtree.layers.weights import Weights, open_weights, read_config
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: RMSNorm
+    query: Linear
+    key_value: Linear  # one projection for context features and block states alike
+    query_norm: RMSNorm
+    key_norm: RMSNorm
+    out: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+class DFlashDrafter:
+    """One block per round: [root, MASK, ...] at positions p .. p + b - 1; slots 1 .. b - 1 predict their own positions.
+
+    The cache holds keys and values of the committed context only (features of positions before the root); the block's
+    own go into scratch slots behind it and are overwritten by the next append.
+    """
+
+    def __init__(
+        self,
+        config: DrafterConfig,
+        weights: Weights,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+    ) -> None:
+        """embed and head are the target's: ids [...] -> [..., H], and [M, H] -> [M, V]."""
+        c = self.config = config
+        self._embed, self._head = embed, head
+        self.fuse = Linear(weights("fc.weight", c.hidden_size, c.hidden_size * len(c.target_layer_ids)))
+        self.context_norm = RMSNorm(weights("hidden_norm.weight", c.hidden_size), c.rms_norm_eps)
+        self.norm = RMSNorm(weights("norm.weight", c.hidden_size), c.rms_norm_eps)
+        self.dtype, self.device = self.fuse.weight.dtype, weights("norm.weight", c.hidden_size).device
+        self.rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, self.device)
+        self.layers = [self._load_layer(f"layers.{i}.", weights) for i in range(c.num_layers)]
+
+    @classmethod
+    def load(
+        cls,
+        folder: Path,
+        embed: Callable[[Tensor], Tensor],
+        head: Callable[[Tensor], Tensor],
+        target_sizes: tuple[int, int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> "DFlashDrafter":
+        """Load a z-lab folder for a target of `target_sizes` (vocabulary, hidden size, layers).
+
+        Raises DDTreeError for anything missing, damaged, unsupported or made for another target.
+        """
+        config = DrafterConfig.read(read_config(folder))
+        config.check_fits(*target_sizes)
+        with open_weights(folder, dtype, device) as weights:
+            return cls(config, weights, embed, head)
+
+    def _load_layer(self, at: str, weights: Weights) -> _Layer:
+        c = self.config
+        rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+
+        def projection(parts: str) -> Linear:
+            names = [(p, f"{at}self_attn.{p}_proj.") for p in parts]
+            weight = [_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in names]
+            bias = None
+            if f"{names[0][1]}bias" in weights:
+                bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in names])
+            return Linear(torch.cat(weight), bias)
+
+        def norm(name: str, size: int) -> RMSNorm:
+            return RMSNorm(weights(f"{at}{name}.weight", size), c.rms_norm_eps)
+
+        def head_norm(name: str) -> RMSNorm:
+            weight = weights(f"{at}self_attn.{name}.weight", c.head_dim)
+            return RMSNorm(interleave(weight, c.head_dim), c.rms_norm_eps)
+
+        gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
+        return _Layer(
+            input_norm=norm("input_layernorm", c.hidden_size),
+            query=projection("q"),
+            key_value=projection("kv"),
+            query_norm=head_norm("q_norm"),
+            key_norm=head_norm("k_norm"),
+            out=Linear(
+                weights(f"{at}self_attn.o_proj.weight", c.hidden_size, rows["q"]),
+                weights.optional(f"{at}self_attn.o_proj.bias", c.hidden_size),
+            ),
+            mlp_norm=norm("post_attention_layernorm", c.hidden_size),
+            gate_up=Linear(torch.cat(gate_up)),
+            down=Linear(weights(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
+        )
+
+    def allocate(self, batch: int, slots: int) -> KVCache:
+        """See Drafter.allocate."""
+        c = self.config
+        return KVCache.allocate(c.num_layers, batch, slots, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+
+    def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
+        """See Drafter.append."""
+        c = self.config
+        batch, count, _ = features.shape
+        fused = self.context_norm(self.fuse(features.flatten(0, 1)).float(), self.dtype)  # [B * M, H]
+        turns = self.rope.turns(position.unsqueeze(1) + torch.arange(count, device=self.device))
+        place = cache.place(position, count)
+        for index, layer in enumerate(self.layers):
+            cache.write(index, place, self._key_value(layer, fused, turns).unflatten(0, (batch, count)))
+
+    def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
+        """See Drafter.propose; depths is at most block_size - 1.
+
+        The whole block is computed, as the drafter was trained; only the head is spared the depths that no tree of the
+        budget can reach.
+        """
+        c = self.config
+        batch, block = root.shape[0], c.block_size
+        ids = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
+        ids[:, 0] = root
+        x = self._embed(ids).flatten(0, 1).float() * c.input_embedding_scale  # [B * b, H]
+        turns = self.rope.turns(position.unsqueeze(1) + torch.arange(block, device=self.device))
+        place, span = cache.place(position, block), int(position.max()) + block
+        masks = self._masks(position, span)
+        for index, layer in enumerate(self.layers):
+            states = layer.input_norm(x, self.dtype)
+            cache.write(index, place, self._key_value(layer, states, turns).unflatten(0, (batch, block)))
+            query = layer.query_norm(layer.query(states).float().unflatten(-1, (-1, c.head_dim)), torch.float32)
+            self.rope.apply_(query, turns)
+            keys, values = cache.read(index, span)
+            mask = masks[c.windows[index], c.causal[index]]
+            x = x + layer.out(attend(query.to(self.dtype).unflatten(0, (batch, block)), keys, values, mask))
+            gate, up = layer.gate_up(layer.mlp_norm(x, self.dtype)).chunk(2, -1)
+            x = x + layer.down(F.silu(gate) * up)
+        slots = x.unflatten(0, (batch, block))[:, 1 : depths + 1].flatten(0, 1)
+        return self._logits(self.norm(slots, self.dtype)).unflatten(0, (batch, depths))
+
+    def _key_value(self, layer: _Layer, states: Tensor, turns: Tensor) -> Tensor:
+        """states [M, H] -> keys' heads, then values' [M, 2 * kv_heads, hd] float32."""
+        heads = layer.key_value(states).float().unflatten(-1, (-1, self.config.head_dim))
+        keys, values = heads.chunk(2, 1)
+        keys = layer.key_norm(keys, torch.float32)
+        self.rope.apply_(keys, turns)
+        return torch.cat([keys, values], 1)
+
+    def _masks(self, position: Tensor, span: int) -> dict[tuple[int | None, bool], Tensor | None]:
+        """One attention mask per kind of layer."""
+        c = self.config
+        block = torch.ones(len(position), c.block_size, c.block_size, dtype=torch.bool, device=self.device)
+        kinds: set[tuple[int | None, bool]] = set(zip(c.windows, c.causal, strict=True))
+        groups = c.num_heads // c.num_kv_heads
+        return {
+            (window, causal): attention_mask(
+                position, block.tril() if causal else block, span, self.dtype, groups, window
+            )
+            for window, causal in kinds
+        }
+
+    def _logits(self, hidden: Tensor) -> Tensor:
+        logits = self._head(hidden)
+        if self.config.output_multiplier != 1.0:
+            logits = logits * self.config.output_multiplier
+        cap = self.config.final_logit_softcapping
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+
+def _paired(part: str, tensor: Tensor, head_dim: int) -> Tensor:
+    """Queries and keys as interleaved rotary pairs; values as they are."""
+    return tensor if part == "v" else interleave(tensor, head_dim)
+
+

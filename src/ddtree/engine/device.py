@@ -1,0 +1,39 @@
+"""Which device and which dtype a run gets."""
+
+import torch
+
+from ddtree.errors import InvalidOption
+
+
+def choose_device(name: str) -> torch.device:
+    """auto: the first GPU that torch can use, else the CPU. Raises InvalidOption for what is not there."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise InvalidOption(f"device {name!r} is unknown: choose auto, cpu, cuda or cuda:N", param="device") from error
+    if device.type not in ("cpu", "cuda"):
+        raise InvalidOption(f"device {name!r} is not supported: choose auto, cpu, cuda or cuda:N", param="device")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        found = torch.cuda.device_count()
+        raise InvalidOption(f"device {name!r} is not there: torch sees {found} GPUs; choose cpu", param="device")
+    return device
+
+
+def choose_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 where the processor computes in it, else float32."""
+    if name != "auto":
+        dtype: torch.dtype = getattr(torch, name)
+        return dtype
+    native = torch.cuda.is_bf16_supported() if device.type == "cuda" else _cpu_has_bf16()
+    return torch.bfloat16 if native else torch.float32
+
+
+def _cpu_has_bf16() -> bool:
+    """Whether products of bfloat16 are an instruction here; emulated, they are slower than float32."""
+    probe = getattr(torch.cpu, "get_capabilities", None)
+    if probe is not None:
+        found = probe()
+        return bool(found.get("avx512_bf16") or found.get("amx_bf16"))
+    return bool(torch.cpu._is_avx512_bf16_supported())

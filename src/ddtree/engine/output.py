@@ -1,0 +1,83 @@
+"""From committed tokens to a request's text: whole characters, stop strings, one end for text and ids."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+
+class TokenStream(Protocol):
+    """Turns ids into text one by one; text that is not a whole character yet is held back."""
+
+    def push(self, token: int) -> str:
+        """Text that this token completes; may be empty."""
+
+    def flush(self) -> str:
+        """What is still held back, at the end."""
+
+
+@dataclass
+class RequestOutput:
+    """Collects one request's tokens and text.
+
+    Tokens are taken one by one, whatever round they came in, so the end does not depend on how they were grouped: the
+    request ends at the token that completes a stop string, and the text before the stop. Of several stops completed by
+    one token, the one that begins first in the text counts.
+    """
+
+    stream: TokenStream
+    stops: Sequence[str]
+    end_ids: frozenset[int]
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # everything that may be shown
+    finish_reason: str | None = None
+    _held: str = ""  # text that may be the beginning of a stop string
+
+    def push(self, tokens: Sequence[int]) -> str:
+        """Add tokens; returns the text that may be shown now. After an end, further tokens are ignored."""
+        before = len(self.text)
+        for token in tokens:
+            if self.finish_reason:
+                break
+            self.token_ids.append(token)
+            if token in self.end_ids:
+                self._finish("stop", self._held + self.stream.flush())
+            else:
+                self._take(self.stream.push(token))
+        return self.text[before:]
+
+    def finish(self, reason: str) -> str:
+        """End here for another reason (length); returns the rest of the text."""
+        before = len(self.text)
+        if not self.finish_reason:
+            tail = self._held + self.stream.flush()
+            at = self._find(tail)
+            self._finish("stop" if at is not None else reason, tail if at is None else tail[:at])
+        return self.text[before:]
+
+    def _take(self, piece: str) -> None:
+        pending = self._held + piece
+        at = self._find(pending)
+        if at is not None:
+            self._finish("stop", pending[:at])
+            return
+        keep = self._possible_stop(pending)
+        self.text += pending[: len(pending) - keep]
+        self._held = pending[len(pending) - keep :]
+
+    def _finish(self, reason: str, tail: str) -> None:
+        at = self._find(tail)
+        self.text += tail if at is None else tail[:at]
+        self._held = ""
+        self.finish_reason = reason
+
+    def _find(self, text: str) -> int | None:
+        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+        return min(places, default=None)
+
+    def _possible_stop(self, text: str) -> int:
+        """Length of the longest end of `text` that a stop string begins with."""
+        longest = max(map(len, self.stops), default=1) - 1
+        for size in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
+                return size
+        return 0

@@ -1,0 +1,92 @@
+"""How a row's token is chosen: argmax(logits + temperature * noise), noise a function of (seed, position, token id).
+
+The noise is standard Gumbel, so the argmax is an exact sample of softmax(logits / temperature). Since it depends on
+nothing else (not on mode, node, round or place in the batch), the same seed gives the same tokens in every mode.
+"""
+
+import torch
+from torch import Tensor
+
+_MASK = 0xFFFFFFFF
+
+
+def _mix(x: Tensor) -> Tensor:
+    """A 32-bit finaliser: every bit of x in [0, 2^32) moves about half of the bits of the result. x: int64."""
+    x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
+    x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
+    return x ^ (x >> 16)
+
+
+def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu") -> Tensor:
+    """Standard Gumbel noise for every token at one position. Returns [vocab] float32, finite.
+
+    Args:
+        seed: the request's, any int64.
+        position: absolute position of the token to be chosen.
+    """
+    token = torch.arange(vocab, device=device)
+    key = torch.tensor([seed & _MASK, (seed >> 32) & _MASK, position & _MASK], device=device)
+    state = _mix(_mix(_mix(key[0] ^ 0x9E3779B9) + key[1] & _MASK) + key[2] & _MASK)
+    bits = _mix(_mix(token ^ state) + _mix(state ^ 0x85EBCA6B) & _MASK)  # [vocab], 32 random bits each
+    # v near 0 is where the largest noise comes from, and floats are finest there; log1p keeps what they resolve.
+    v = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
+    return -torch.log(-torch.log1p(-v))
+
+
+class Noise:
+    """The noise of one request, remembered while its positions can still be drafted."""
+
+    def __init__(self, seed: int, vocab: int, device: torch.device) -> None:
+        self._key = (seed, vocab, device)
+        self._rows: dict[int, Tensor] = {}
+
+    def at(self, position: int) -> Tensor:
+        """[vocab] float32 for the token at an absolute position."""
+        if position not in self._rows:
+            seed, vocab, device = self._key
+            self._rows[position] = gumbel(seed, position, vocab, device)
+        return self._rows[position]
+
+    def forget(self, position: int) -> None:
+        """Drop what lies before `position`."""
+        for old in [p for p in self._rows if p < position]:
+            del self._rows[old]
+
+
+class Sampler:
+    """Chooses the token of every row of a batch."""
+
+    def __init__(self, temperatures: list[float], seeds: list[int], vocab: int, device: torch.device) -> None:
+        self.temperatures = temperatures
+        self._noise = [
+            Noise(seed, vocab, device) if t > 0 else None for t, seed in zip(temperatures, seeds, strict=True)
+        ]
+
+    def choose(self, logits: Tensor, depths: Tensor, position: Tensor) -> Tensor:
+        """Each row's own token; the lowest id on ties.
+
+        Args:
+            logits: [B, N, V]; depths: [B, N] int64; position: [B] int64, of the roots.
+        A row at depth d stands at position + d and chooses the token at position + d + 1. Returns: [B, N] int64.
+        """
+        own = logits.argmax(-1)
+        for index, noise in enumerate(self._noise):
+            if noise is not None:
+                base = int(position[index]) + 1
+                noise.forget(base)
+                own[index] = self._sample(index, noise, logits[index], depths[index] + base)
+        return own
+
+    def choose_one(self, index: int, logits: Tensor, position: int) -> int:
+        """The token of sequence `index` at an absolute position, from logits [V]."""
+        noise = self._noise[index]
+        if noise is None:
+            return int(logits.argmax())
+        return int(self._sample(index, noise, logits.unsqueeze(0), torch.tensor([position])))
+
+    def _sample(self, index: int, noise: Noise, logits: Tensor, positions: Tensor) -> Tensor:
+        """logits: [N, V]; positions: [N] int64, of the tokens to choose. Returns: [N] int64."""
+        distinct, which = positions.unique(return_inverse=True)
+        rows = torch.stack([noise.at(int(p)) for p in distinct])  # [distinct, V]
+        scores = torch.add(logits.float(), rows[which], alpha=self.temperatures[index])
+        return scores.argmax(-1)

@@ -1,0 +1,9 @@
+"""The parts that target and drafter are both made of."""
+
+from ddtree.layers.attention import attend, attention_mask
+from ddtree.layers.cache import KVCache
+from ddtree.layers.linear import Linear, packs
+from ddtree.layers.norm import RMSNorm
+from ddtree.layers.rope import Rope, interleave
+
+__all__ = ["KVCache", "Linear", "RMSNorm", "Rope", "attend", "attention_mask", "interleave", "packs"]

@@ -1,0 +1,179 @@
+"""Llama-type targets (Llama 2 and 3, SmolLM2), written for few rows on a CPU and for CUDA alike."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
+from ddtree.layers.weights import Weights, open_weights, read_config
+from ddtree.target.base import TargetSpec
+from ddtree.target.config import LlamaConfig
+from ddtree.tree import Rows, unpack
+
+
+@dataclass(frozen=True)
+class _Layer:
+    input_norm: RMSNorm
+    qkv: Linear  # [H -> (heads + 2 kv_heads) * hd], query and key rows as interleaved rotary pairs
+    out: Linear
+    mlp_norm: RMSNorm
+    gate_up: Linear
+    down: Linear
+
+
+@dataclass(frozen=True)
+class _Forward:
+    """What every layer of one forward shares."""
+
+    shape: tuple[int, int]  # B, N
+    turns: Tensor
+    place: Any  # see KVCache.place
+    span: int
+    mask: Tensor | None
+
+
+class LlamaTarget:
+    """A Llama model. The residual stream is float32 in every dtype, so half precision rounds in the products alone."""
+
+    def __init__(self, config: LlamaConfig, spec: TargetSpec, weights: Weights) -> None:
+        self.config, self.spec = config, spec
+        self.feature_layers: tuple[int, ...] = ()
+        self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, spec.device)
+        vocab, hidden = config.vocab_size, config.hidden_size
+        self.embedding = weights("model.embed_tokens.weight", vocab, hidden)
+        self.norm = RMSNorm(weights("model.norm.weight", hidden), config.rms_norm_eps)
+        self.lm_head = Linear(self.embedding if config.tied else weights("lm_head.weight", vocab, hidden))
+        self.layers = [self._load_layer(i, weights) for i in range(config.num_layers)]
+
+    @classmethod
+    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> "LlamaTarget":
+        """Load a Hugging Face folder. Raises DDTreeError for anything missing, damaged or unsupported."""
+        raw = read_config(folder)
+        config = LlamaConfig.read(raw)
+        spec = TargetSpec(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_layers,
+            max_position=config.max_position,
+            end_ids=_end_ids(folder, raw),
+            dtype=dtype,
+            device=device,
+        )
+        with open_weights(folder, dtype, device) as weights:
+            return cls(config, spec, weights)
+
+    def _load_layer(self, index: int, weights: Weights) -> _Layer:
+        c, at = self.config, f"model.layers.{index}."
+        sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
+
+        def norm(name: str) -> RMSNorm:
+            return RMSNorm(weights(at + name, c.hidden_size), c.rms_norm_eps)
+
+        def paired(part: str, tensor: Tensor) -> Tensor:
+            return tensor if part == "v" else interleave(tensor, c.head_dim)
+
+        def linear(name: str, rows: int, columns: int) -> Linear:
+            return Linear(weights(f"{at}{name}.weight", rows, columns), weights.optional(f"{at}{name}.bias", rows))
+
+        qkv = [paired(p, weights(f"{at}self_attn.{p}_proj.weight", n, c.hidden_size)) for p, n in sizes.items()]
+        qkv_bias = None
+        if f"{at}self_attn.q_proj.bias" in weights:
+            qkv_bias = torch.cat([paired(p, weights(f"{at}self_attn.{p}_proj.bias", n)) for p, n in sizes.items()])
+        gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
+        gate_up_bias = None
+        if f"{at}mlp.gate_proj.bias" in weights:
+            gate_up_bias = torch.cat([weights(f"{at}mlp.{p}_proj.bias", c.intermediate_size) for p in ("gate", "up")])
+        return _Layer(
+            input_norm=norm("input_layernorm.weight"),
+            qkv=Linear(torch.cat(qkv), qkv_bias),
+            out=linear("self_attn.o_proj", c.hidden_size, sizes["q"]),
+            mlp_norm=norm("post_attention_layernorm.weight"),
+            gate_up=Linear(torch.cat(gate_up), gate_up_bias),
+            down=linear("mlp.down_proj", c.hidden_size, c.intermediate_size),
+        )
+
+    def tap(self, layers: tuple[int, ...]) -> None:
+        """See Target.tap."""
+        self.feature_layers = layers
+
+    def allocate(self, batch: int, slots: int) -> KVCache:
+        """See Target.allocate."""
+        c = self.config
+        return KVCache.allocate(
+            c.num_layers, batch, slots, c.num_kv_heads, c.head_dim, self.spec.dtype, self.spec.device
+        )
+
+    def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+        """See Target.prefill."""
+        n = ids.shape[1]
+        causal = torch.ones(1, n, n, dtype=torch.bool, device=ids.device).tril()
+        depths = torch.arange(n, device=ids.device).unsqueeze(0)
+        hidden, features = self._forward(cache, ids, position, depths, causal)
+        return features, self.head(self.norm(hidden[-1:], self.spec.dtype))
+
+    def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
+        """See Target.verify."""
+        batch, n = rows.tokens.shape
+        hidden, features = self._forward(cache, rows.tokens, position, rows.depths, unpack(rows.ancestors, n))
+        return self.head(self.norm(hidden, self.spec.dtype)).unflatten(0, (batch, n)), features
+
+    def commit(self, cache: KVCache, path: Tensor, position: Tensor) -> None:
+        """See Target.commit."""
+        cache.commit(path, position)
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """See Target.embed."""
+        return F.embedding(ids, self.embedding)
+
+    def head(self, hidden: Tensor) -> Tensor:
+        """See Target.head."""
+        return self.lm_head(hidden)
+
+    def _forward(
+        self, cache: KVCache, ids: Tensor, start: Tensor, depths: Tensor, visible: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """All layers over rows [B, N]: the residual stream [B * N, H] float32, and features [B, N, F]."""
+        c = self.config
+        batch, n = ids.shape
+        span = int(start.max()) + n
+        shared = _Forward(
+            shape=(batch, n),
+            turns=self.rope.turns(start.unsqueeze(1) + depths),
+            place=cache.place(start, n),
+            span=span,
+            mask=attention_mask(start, visible, span, self.spec.dtype, c.num_heads // c.num_kv_heads),
+        )
+        x = self.embed(ids).flatten(0, 1).float()  # [B * N, H]
+        taps: dict[int, Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            x = self._layer(layer, index, x, cache, shared)
+            if index in self.feature_layers:
+                taps[index] = x.to(self.spec.dtype)
+        features = torch.cat([taps[i] for i in self.feature_layers], -1) if taps else x.new_zeros(len(x), 0)
+        return x, features.unflatten(0, (batch, n))
+
+    def _layer(self, layer: _Layer, index: int, x: Tensor, cache: KVCache, shared: _Forward) -> Tensor:
+        c, dtype = self.config, self.spec.dtype
+        heads = layer.qkv(layer.input_norm(x, dtype)).float()
+        heads = heads.view(*shared.shape, -1, c.head_dim)  # [B, N, heads + 2 kv_heads, hd]
+        turned = c.num_heads + c.num_kv_heads
+        self.rope.apply_(heads.flatten(0, 1)[:, :turned], shared.turns)
+        cache.write(index, shared.place, heads[:, :, c.num_heads :])
+        keys, values = cache.read(index, shared.span)
+        x = x + layer.out(attend(heads[:, :, : c.num_heads].to(dtype), keys, values, shared.mask))
+        gate, up = layer.gate_up(layer.mlp_norm(x, dtype)).chunk(2, -1)
+        return x.add_(layer.down(F.silu(gate) * up))
+
+
+def _end_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
+    """End-of-sequence ids, from generation_config.json where there is one, else config.json."""
+    if (folder / "generation_config.json").is_file():
+        raw = raw | read_config(folder, "generation_config.json")
+    ends = raw.get("eos_token_id")
+    if ends is None:
+        return ()
+    return tuple(int(i) for i in ends) if isinstance(ends, list) else (int(ends),)
