@@ -1,0 +1,100 @@
+"""Everything that can go wrong with a request, in the one shape that OpenAI's clients read."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from pydantic import BaseModel
+
+from ddtree.errors import DDTreeError
+from ddtree.server.worker import EngineFailed, EngineStopped
+
+MAX_ECHO = 80  # characters of a wrong value that a message repeats
+
+
+class ErrorDetail(BaseModel):
+    """What went wrong: text for people, words for programs."""
+
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorBody(BaseModel):
+    """The body of every answer that is not a success."""
+
+    error: ErrorDetail
+
+
+class ApiError(Exception):
+    """A request that gets no answer: the HTTP status, and what the body says about it."""
+
+    def __init__(
+        self,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        status: int = 400,
+        kind: str = "invalid_request_error",
+    ) -> None:
+        # A lone surrogate, which JSON can spell, would make this body impossible to send.
+        message = message.encode(errors="backslashreplace").decode()
+        param = param and param.encode(errors="backslashreplace").decode()
+        super().__init__(message)
+        self.status = status
+        self.detail = ErrorDetail(message=message, type=kind, param=param, code=code)
+
+    def body(self) -> dict[str, Any]:
+        """The JSON body: `{"error": {message, type, param, code}}`."""
+        return ErrorBody(error=self.detail).model_dump()
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Translates what the engine, its worker or a bug raised. Messages of bugs stay in the server's log."""
+    match error:
+        case ApiError():
+            return error
+        case DDTreeError():  # the engine's prompt is what the template made of this API's messages
+            return ApiError(str(error), param="messages" if error.param == "prompt" else error.param, code=error.code)
+        case EngineStopped():
+            return ApiError(str(error), status=503, kind="service_unavailable_error", code=error.code)
+        case EngineFailed():
+            return ApiError(str(error), status=500, kind="server_error", code="engine_error")
+        case _:
+            message = f"the server failed ({type(error).__name__}): its log says where"
+            return ApiError(message, status=500, kind="server_error", code="internal_error")
+
+
+def echo(value: object) -> str:
+    """A wrong value as a message may repeat it: its `repr`, cut to `MAX_ECHO` characters."""
+    text = repr(value)
+    return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 3] + "..."
+
+
+def from_validation(errors: Sequence[Any]) -> ApiError:
+    """The first of pydantic's errors about a body (as `.errors()` gives them), naming the field at fault."""
+    first: Mapping[str, Any] = errors[0]
+    kind, context = first["type"], first.get("ctx", {})
+    if kind == "json_invalid":
+        return ApiError(f"the body is not JSON: {context.get('error', 'it cannot be read')}", code="invalid_json")
+    param = _path(first["loc"])
+    if not param:
+        return ApiError("the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json")
+    if kind == "missing":
+        return ApiError(f"`{param}` is missing", param=param, code="missing_required_parameter")
+    if kind == "extra_forbidden":
+        return ApiError(f"`{param}` is not supported by this server", param=param, code="unknown_parameter")
+    said = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return ApiError(f"`{param}` {said}, not {echo(first['input'])}", param=param, code="invalid_value")
+
+
+def _path(loc: Sequence[str | int]) -> str:
+    """pydantic's place of an error as OpenAI writes it: `messages[0].content`. Names of union members are left out."""
+    path = ""
+    for part in loc:
+        if isinstance(part, int):
+            path += f"[{part}]"
+        elif part != "body" and not part.startswith("as "):  # "as ...": the tags of unions in `schemas`
+            path += f".{part}" if path else part
+    return path if len(path) <= MAX_ECHO else path[: MAX_ECHO - 3] + "..."

@@ -1,0 +1,129 @@
+"""Listening: the socket, the signals, the line that says the server is ready, and a stop that nothing holds up."""
+
+import asyncio
+import errno
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import uvicorn
+
+from ddtree.errors import InvalidOption, PortInUse
+from ddtree.server.app import SHUTDOWN_SECONDS, create_app
+from ddtree.server.worker import EngineWorker
+
+if TYPE_CHECKING:
+    from fastapi import FastAPI
+
+    from ddtree.engine import Engine
+
+LAST_WORDS_SECONDS = 1.0  # for an answer that was cut to reach its client
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises what `serve` would raise for this address, so that nobody waits for a model in vain."""
+    listen(host, port).close()
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """A listening TCP socket; port 0 takes a free one.
+
+    Raises `PortInUse` when the address is taken, `InvalidOption` when it cannot be listened on at all.
+    """
+    if not 0 <= port <= 65535:
+        raise InvalidOption(f"port must be from 0 to 65535, not {port}", param="port")
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (OSError, UnicodeError) as error:
+        raise InvalidOption(f"host {host!r} is no address of this machine: {error}", param="host") from error
+    # A name such as localhost may stand for both kinds of address: most clients try the older one first.
+    family, kind, protocol, _, address = min(found, key=lambda entry: entry[0] != socket.AF_INET)
+    sock = socket.socket(family, kind, protocol)
+    try:
+        if sys.platform != "win32":  # there it would let two servers share a port
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind(address)
+        sock.listen()
+    except OSError as error:
+        sock.close()
+        where = f"{host}:{port}"
+        if error.errno == errno.EADDRINUSE:
+            message = f"{where} is already in use: stop what listens there, or choose another --port"
+            raise PortInUse(message, param="port") from error
+        message = f"cannot listen on {where}: {error.strerror}; choose another --host or --port"
+        raise InvalidOption(message, param="port" if error.errno == errno.EACCES else "host") from error
+    return sock
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server with a ready line, and with an end to answers that a stop would otherwise wait for."""
+
+    def __init__(self, app: "FastAPI", ready: str = "") -> None:
+        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
+        self._worker: EngineWorker = app.state.worker
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Starts to accept, then says so."""
+        await super().startup(sockets)
+        if self._ready and not self.should_exit:
+            print(self._ready, flush=True)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Stops to accept; what runs ends within a few seconds."""
+        ending = asyncio.create_task(self._end_answers())
+        await super().shutdown(sockets)
+        await ending
+
+    async def _end_answers(self) -> None:
+        await self._worker.stop(SHUTDOWN_SECONDS)
+        for _ in range(10):
+            if not self.server_state.connections:
+                return
+            await asyncio.sleep(LAST_WORDS_SECONDS / 10)
+        for connection in list(self.server_state.connections):  # clients that read nothing, or never ended a request
+            connection.transport.abort()
+
+
+def serve(engine: "Engine", host: str, port: int, served_model_name: str, *, default_seed: int | None = None) -> None:
+    """Serves until SIGINT or SIGTERM, in the main thread. Prints one line when ready.
+
+    `default_seed` is the seed of every request that sends none; None: a fresh one for each.
+    A stop lets the running answer go on for `SHUTDOWN_SECONDS`, then cuts it. Raises as `listen` does.
+    """
+    sock = listen(host, port)
+    shown = f"[{host}]" if ":" in host else host
+    address = f"http://{shown}:{sock.getsockname()[1]}/v1"
+    ready = f"ddtree ready: {address} (model {served_model_name}, mode {engine.speculation.mode})"
+    app = create_app(engine, served_model_name, default_seed=default_seed)
+    server = Server(app, ready)
+    with sock, _stop_on_signals(server):
+        server.run(sockets=[sock])
+    if app.state.worker.busy:
+        # A prefill cannot be cut, and a thread inside native code would abort a normal exit.
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(0)
+
+
+@contextmanager
+def _stop_on_signals(server: uvicorn.Server) -> Iterator[None]:
+    """uvicorn raises a signal again once it has stopped for it, which would end the process with a traceback."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(*_: Any) -> None:
+        server.should_exit = True
+
+    before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
