@@ -54,7 +54,9 @@ class SamplingParams:
             _check_int("max_tokens", self.max_tokens, 1)
         number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
         if not number or not math.isfinite(self.temperature) or self.temperature < 0:
-            raise InvalidOption(f"temperature must be a number of at least 0, not {self.temperature!r}", param="temperature")
+            raise InvalidOption(
+                f"temperature must be a number of at least 0, not {self.temperature!r}", param="temperature"
+            )
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
         if len(self.stop) > MAX_STOPS:

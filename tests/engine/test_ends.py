@@ -3,11 +3,11 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
 
 from ddtree.config import MODES, SamplingParams
 from ddtree.engine.output import RequestOutput
 from ddtree.errors import ContextLengthExceeded, DDTreeError, InvalidOption
+from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
 END = len(LETTERS)
@@ -113,7 +113,9 @@ def test_an_end_token_as_the_very_first(mode):
 @pytest.mark.parametrize("limit", range(1, 21))
 def test_the_limit_counts_tokens_not_rounds(mode, limit):
     """ferrox#311."""
-    generation = reciting("abcdefghijklmnopqrstuvwxyz", mode=mode).generate([[0]], [SamplingParams(max_tokens=limit)])[0]
+    generation = reciting("abcdefghijklmnopqrstuvwxyz", mode=mode).generate([[0]], [SamplingParams(max_tokens=limit)])[
+        0
+    ]
     assert generation.token_ids == list(range(limit))
     assert (generation.text, generation.finish_reason) == (LETTERS[:limit], "length")
     assert generation.mode == mode, "the mode that ran is the one asked for, also for small limits (dflash-mlx#20)"
@@ -129,7 +131,9 @@ def test_the_end_of_the_context_ends_the_answer(mode):
 
 def test_acceptance_counts_before_cuts():
     """One round that accepts 15 and has a bonus, cut after 5 tokens."""
-    generation = reciting("abcdefghijklmnopqrstuvwxyz", mode="linear").generate([[0]], [SamplingParams(max_tokens=5)])[0]
+    generation = reciting("abcdefghijklmnopqrstuvwxyz", mode="linear").generate([[0]], [SamplingParams(max_tokens=5)])[
+        0
+    ]
     assert generation.rounds == 1
     assert generation.acceptance_length == 16.0
 

@@ -3,13 +3,13 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
 
 from ddtree.config import MODES, SamplingParams
 from ddtree.engine import StageTimer
 from ddtree.engine.modes import MODES as MODE_TABLE
 from ddtree.engine.observer import STAGES, Unobserved
 from ddtree.engine.session import Session
+from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
 
 VOCAB = 4
 

@@ -24,7 +24,9 @@ def test_any_ids_stream_to_what_they_decode_to(text, ids):
     assert "".join(pieces(text, ids)) == text.decode(ids)
 
 
-@pytest.mark.parametrize("sample", ["naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "a\n\n  b\t", " leading", "<|im_end|> x"])
+@pytest.mark.parametrize(
+    "sample", ["naïve café", "日本語のテキスト", "👩‍👩‍👧‍👦 family 🎉", "a\n\n  b\t", " leading", "<|im_end|> x"]
+)
 def test_characters_split_over_tokens_come_out_whole(text, sample):
     ids = text.encode(sample)
     shown = pieces(text, ids)

@@ -122,7 +122,8 @@ def _attention_kinds(raw: Mapping[str, Any], layers: int) -> tuple[tuple[int | N
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
     if unknown:
         raise UnsupportedModel(
-            f"layer_types {unknown[0]!r} is not supported: full_attention and sliding_attention are", param="layer_types"
+            f"layer_types {unknown[0]!r} is not supported: full_attention and sliding_attention are",
+            param="layer_types",
         )
     if "sliding_attention" in kinds and not raw.get("sliding_window"):
         raise DamagedFile("layer_types has sliding_attention, but sliding_window is not set: fetch the drafter again")

@@ -181,5 +181,3 @@ class DFlashDrafter:
 def _paired(part: str, tensor: Tensor, head_dim: int) -> Tensor:
     """Queries and keys as interleaved rotary pairs; values as they are."""
     return tensor if part == "v" else interleave(tensor, head_dim)
-
-

@@ -224,7 +224,9 @@ class _Run:
         self.ended = [self.started] * len(prompts)
         self.session = Session(engine._pool, speculation, prompts, params, remaining, observer or Unobserved())
         ends = frozenset(engine.target.spec.end_ids)
-        self.outputs = [RequestOutput(engine.text.stream(), p.stop, frozenset() if p.ignore_eos else ends) for p in params]
+        self.outputs = [
+            RequestOutput(engine.text.stream(), p.stop, frozenset() if p.ignore_eos else ends) for p in params
+        ]
 
     def rounds(self) -> Iterator[list[tuple[str, list[int]]]]:
         """Per round, every sequence's new text and token ids; prefill counts as the first."""
@@ -236,20 +238,21 @@ class _Run:
         now = time.perf_counter()
         if self.prefilled == self.started:
             self.prefilled = now
-        done, news = self.session.batch.state.done.tolist(), []
+        done = self.session.batch.state.done.tolist()
+        news: list[tuple[str, list[int]]] = []
         for index, (output, new) in enumerate(zip(self.outputs, tokens, strict=True)):
-            if output.finish_reason:
-                news.append(("", []))
-                continue
-            before = len(output.token_ids)
-            text = output.push(new)
-            if done[index]:
-                text += output.finish("length")
-            if output.finish_reason:
-                self.session.finish(index)
-                self.ended[index] = time.perf_counter()
-            news.append((text, output.token_ids[before:]))
+            news.append(("", []) if output.finished else self._push(index, output, new, done[index]))
         return news
+
+    def _push(self, index: int, output: RequestOutput, new: list[int], last: bool) -> tuple[str, list[int]]:
+        before = len(output.token_ids)
+        text = output.push(new)
+        if last:
+            text += output.finish("length")
+        if output.finished:
+            self.session.finish(index)
+            self.ended[index] = time.perf_counter()
+        return text, output.token_ids[before:]
 
     def generation(self, index: int) -> Generation:
         """The finished request."""

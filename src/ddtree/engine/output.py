@@ -32,11 +32,16 @@ class RequestOutput:
     finish_reason: str | None = None
     _held: str = ""  # text that may be the beginning of a stop string
 
+    @property
+    def finished(self) -> bool:
+        """Whether the request has ended."""
+        return self.finish_reason is not None
+
     def push(self, tokens: Sequence[int]) -> str:
         """Add tokens; returns the text that may be shown now. After an end, further tokens are ignored."""
         before = len(self.text)
         for token in tokens:
-            if self.finish_reason:
+            if self.finished:
                 break
             self.token_ids.append(token)
             if token in self.end_ids:
@@ -48,7 +53,7 @@ class RequestOutput:
     def finish(self, reason: str) -> str:
         """End here for another reason (length); returns the rest of the text."""
         before = len(self.text)
-        if not self.finish_reason:
+        if not self.finished:
             tail = self._held + self.stream.flush()
             at = self._find(tail)
             self._finish("stop" if at is not None else reason, tail if at is None else tail[:at])

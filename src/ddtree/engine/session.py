@@ -27,7 +27,9 @@ class Counts:
     rounds: int = 0
     accepted: int = 0
     tree_accepted: int = 0  # shadow-linear: what the tree would have accepted from the same roots
-    predictions: dict[int, set[int]] = field(default_factory=dict)  # shadow-linear: position -> tokens of the tree's runs
+    predictions: dict[int, set[int]] = field(
+        default_factory=dict
+    )  # shadow-linear: position -> tokens of the tree's runs
     agree: bool = True  # every prediction so far was committed later
 
     @property

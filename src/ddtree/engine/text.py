@@ -43,7 +43,9 @@ class Text:
         Raises InvalidOption where the model has no template or the template refuses the messages.
         """
         if not self._tokenizer.chat_template:
-            raise InvalidOption("this model has no chat template: use plain text (ddtree generate --raw)", param="messages")
+            raise InvalidOption(
+                "this model has no chat template: use plain text (ddtree generate --raw)", param="messages"
+            )
         try:
             text = self._tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         except (TemplateError, TypeError, ValueError, KeyError) as error:

@@ -1,0 +1,84 @@
+"""`ddtree`: the application, its version flag, and the one place where errors become a line and an exit code."""
+
+import io
+import re
+import sys
+from typing import Annotated
+
+import typer
+from typer.core import TyperGroup
+
+from ddtree import __version__
+from ddtree.cli import commands
+from ddtree.errors import DDTreeError
+
+LONG_NAMES = re.compile(r"\b(max_tokens|max_model_len|tree_budget|tree_top_k|tree_spine)\b")
+INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+
+
+def _one_line(error: DDTreeError) -> str:
+    """The message on one line, with field names spelled as the options that the user typed.
+
+    A short name such as `mode` is an ordinary word too: it is spelled so only where the message begins with it.
+    """
+    text = " ".join(str(error).split())
+    if error.param and error.param != "prompt" and text.startswith(f"{error.param} "):  # PROMPT is no option
+        text = f"--{error.param.replace('_', '-')}{text[len(error.param) :]}"
+    return LONG_NAMES.sub(lambda found: f"--{found[0].replace('_', '-')}", text)
+
+
+class Commands(TyperGroup):
+    """A group whose commands may raise `DDTreeError` and be interrupted, and never show a traceback for either."""
+
+    def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # the context class is click's or typer's own
+        try:
+            return super().invoke(ctx)
+        except DDTreeError as error:
+            typer.echo(f"error: {_one_line(error)}", err=True)
+            raise typer.Exit(1) from error
+        except KeyboardInterrupt as error:
+            raise typer.Exit(INTERRUPTED) from error
+
+
+def _print_version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"ddtree {__version__}")
+        raise typer.Exit
+
+
+app = typer.Typer(
+    name="ddtree",
+    cls=Commands,
+    help="Lossless speculative decoding with DFlash drafters and draft trees.",
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode=None,  # plain text: one line stays one line in a log
+    pretty_exceptions_enable=False,
+)
+
+
+@app.callback()
+def _root(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and end.")
+    ] = False,
+) -> None:
+    """Options before the command's name; `--version` ends in its callback."""
+
+
+app.command()(commands.serve)
+app.command()(commands.generate)
+app.command()(commands.smoke)
+app.command()(commands.bench)
+app.command()(commands.models)
+
+
+def main() -> None:
+    """The console script: as `app`, and a character that the terminal cannot show never ends the program."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
+    try:
+        app()
+    except KeyboardInterrupt:  # between commands: while arguments are read
+        sys.exit(INTERRUPTED)

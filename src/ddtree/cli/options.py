@@ -1,0 +1,44 @@
+"""The options that several commands share: spelled and explained once, defaults taken from `ddtree.config`."""
+
+from typing import Annotated
+
+import typer
+
+from ddtree.config import DTYPES, MAX_TREE_BUDGET, MODES, EngineConfig, SamplingParams, Speculation
+
+SPECULATION = Speculation()
+ENGINE = EngineConfig()
+SAMPLING = SamplingParams()
+
+Model = Annotated[
+    str, typer.Option("--model", help="A name of `ddtree models`, a local folder or .gguf file, or a hub id.")
+]
+Drafter = Annotated[
+    str,
+    typer.Option(
+        "--drafter", help="The same kinds; auto: the one made for the model; none: no drafter (mode ar only)."
+    ),
+]
+Mode = Annotated[str, typer.Option("--mode", help=f"How to decode: {', '.join(MODES)}.")]
+TreeBudget = Annotated[
+    int,
+    typer.Option(
+        "--tree-budget", help=f"Nodes of a tree, without its root: 1 to {MAX_TREE_BUDGET}; 15, 31 or 63 fit best."
+    ),
+]
+TreeTopK = Annotated[int, typer.Option("--tree-top-k", help="Candidate tokens for each depth of a tree.")]
+TreeSpine = Annotated[
+    int,
+    typer.Option("--tree-spine", help="Tokens of the drafter's best chain that a tree must hold; 0: none is forced."),
+]
+Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
+Dtype = Annotated[
+    str,
+    typer.Option("--dtype", help=f"{', '.join(DTYPES)}. float32 is token for token; 16 bits may flip a near-tie."),
+]
+MaxModelLen = Annotated[
+    int | None,
+    typer.Option("--max-model-len", help="Tokens of prompt and answer together; default: what the model was made for."),
+]
+MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")]
+Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token every time.")]

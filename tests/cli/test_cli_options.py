@@ -1,0 +1,192 @@
+"""Every option of every command reaches the room that it is for; help and errors need no torch."""
+
+import json
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from fake_engine import Command, FakeEngine
+
+import ddtree as package
+from ddtree.cli import app
+from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.engine import Engine
+
+LOADING: dict[str, list[str]] = {
+    "model": ["--model", "/some/folder"],
+    "drafter": ["--drafter", "/some/drafter"],
+    "tree_budget": ["--tree-budget", "63"],
+    "tree_top_k": ["--tree-top-k", "5"],
+    "tree_spine": ["--tree-spine", "3"],
+    "device": ["--device", "cuda:1"],
+    "dtype": ["--dtype", "bfloat16"],
+    "max_model_len": ["--max-model-len", "777"],
+}
+REQUEST = {"max_tokens": ["--max-tokens", "5"], "temperature": ["--temperature", "0.7"], "seed": ["--seed", "17"]}
+OPTIONS: dict[str, dict[str, list[str]]] = {
+    "generate": LOADING
+    | REQUEST
+    | {"mode": ["--mode", "linear"], "raw": ["--raw"], "stats": ["--stats"], "as_json": ["--json"], "prompt": []},
+    "serve": LOADING
+    | {"mode": ["--mode", "linear"], "seed": ["--seed", "17"], "host": ["--host", "::1"], "port": ["--port", "0"]},
+    "bench": LOADING
+    | REQUEST
+    | {
+        "modes": ["--modes", "ar,linear"],
+        "budgets": ["--budgets", "7"],
+        "limit": ["--limit", "1"],
+        "repeat": ["--repeat", "2"],
+        "output": ["--output", "report.json"],
+    },
+    "smoke": {
+        "label": ["--label", "ours"],
+        "model": ["--model", "some-model"],
+        "api_key": ["--api-key", "secret"],
+        "url": [],
+    },
+    "models": {"as_json": ["--json"]},
+}
+BASE = {"generate": ["Hi"], "serve": [], "bench": ["--limit", "2"], "smoke": ["http://localhost:1"], "models": []}
+
+
+@pytest.fixture
+def observe(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
+    """Runs a command and returns all that anybody could see of it: calls, files and output."""
+    seen: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("ddtree.server.check_port", lambda *args: seen.append(args))
+    monkeypatch.setattr("ddtree.server.serve", lambda engine, *args, **kwargs: seen.append((args, kwargs)))
+    monkeypatch.setattr("ddtree.bench.smoke.smoke", lambda *args, **kwargs: seen.append((args, kwargs)) or {})
+
+    def run(*args: str) -> Any:
+        seen.clear()
+        engines.clear()
+        ran = ddtree(*args)
+        assert ran.code == 0, ran.err
+        out = "" if args[0] == "bench" else ran.out  # figures and dates differ from run to run
+        calls = [
+            (prompt, params, speculation, observer is None)
+            for engine in engines
+            for prompt, params, speculation, observer in engine.calls
+        ]
+        return [engine.config for engine in engines], calls, list(seen), out, sorted(tmp_path.iterdir())
+
+    return run
+
+
+@pytest.mark.parametrize(("command", "name"), [(command, name) for command in OPTIONS for name in OPTIONS[command]])
+def test_no_option_is_accepted_and_ignored(observe: Any, command: str, name: str) -> None:
+    base = [command, *BASE[command]]
+    args = OPTIONS[command][name]
+    changed = [*base, *args] if args else [command, "http://localhost:2"]
+    assert observe(*base) != observe(*changed)
+
+
+def test_the_list_above_is_complete() -> None:
+    commands = typer.main.get_command(app).commands  # type: ignore[attr-defined]  # a group has commands
+    for command, found in commands.items():
+        assert {param.name for param in found.params if param.name != "help"} == set(OPTIONS[command]), command
+
+
+def test_serve_passes_everything_on(
+    ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("ddtree.server.check_port", lambda *args: calls.append(("check", args, len(engines))))
+    monkeypatch.setattr("ddtree.server.serve", lambda *args, **kwargs: calls.append((args, kwargs)))
+    every = [word for name in OPTIONS["serve"] for word in OPTIONS["serve"][name]]
+    assert ddtree("serve", *every).code == 0
+    speculation = Speculation("linear", 63, 5, 3)
+    assert engines[0].config == EngineConfig("/some/folder", "/some/drafter", speculation, "cuda:1", "bfloat16", 777)
+    assert calls[0] == ("check", ("::1", 0), 0), "the port is checked before the model loads"
+    assert calls[1] == ((engines[0], "::1", 0), {"served_model_name": "/some/folder", "default_seed": 17})
+
+
+def test_serve_defaults(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("ddtree.server.check_port", lambda *args: None)
+    monkeypatch.setattr("ddtree.server.serve", lambda *args, **kwargs: calls.append((args, kwargs)))
+    assert ddtree("serve").code == 0
+    assert engines[0].config == EngineConfig()
+    served = {"served_model_name": EngineConfig().model, "default_seed": None}
+    assert calls == [((engines[0], "127.0.0.1", 30000), served)]
+
+
+def test_port_in_use(ddtree: Command, engines: list[FakeEngine]) -> None:
+    import socket
+
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        ran = ddtree("serve", "--port", str(port))
+    assert ran.code == 1
+    assert ran.err.startswith("error: ")
+    assert str(port) in ran.err
+    assert "--port" in ran.err
+    assert not engines
+
+
+def test_generate_passes_the_request_on(ddtree: Command, engines: list[FakeEngine]) -> None:
+    args = [word for name in REQUEST for word in REQUEST[name]]
+    assert ddtree("generate", "Hi", *args).code == 0
+    assert engines[0].calls[0][1] == replace(SamplingParams(), max_tokens=5, temperature=0.7, seed=17)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ["generate"],
+        ["generate", "Hi", "there"],
+        ["generate", "Hi", "--tree-budget", "many"],
+        ["generate", "Hi", "--no-such-option"],
+        ["bench", "--mode", "ar,"],
+        ["no-such-command"],
+        ["smoke"],
+    ],
+)
+def test_usage_errors(ddtree: Command, engines: list[FakeEngine], args: list[str]) -> None:
+    ran = ddtree(*args)
+    assert (ran.code, ran.out) == (2, "")
+    assert "Traceback" not in ran.err
+
+
+def test_version(ddtree: Command) -> None:
+    ran = ddtree("--version")
+    assert (ran.code, ran.out) == (0, f"ddtree {package.__version__}\n")
+
+
+def test_models(ddtree: Command) -> None:
+    table = ddtree("models")
+    assert table.code == 0
+    assert table.out.splitlines()[0].split() == ["name", "kind", "size", "licence", "source", "where"]
+    listed = json.loads(ddtree("models", "--json").out)
+    assert {"smollm2-135m", "smollm2-135m-dflash"} <= {entry["name"] for entry in listed}
+    for entry in listed:
+        assert {"name", "kind", "size", "licence", "source", "path"} <= set(entry)
+        assert isinstance(entry["size"], int)
+        assert entry["name"] in table.out
+
+
+@pytest.mark.parametrize(
+    "args",
+    [["--help"], ["generate", "--help"], ["generate", "Hi", "--mode", "magic"], ["bench", "--limit", "0"], ["models"]],
+)
+def test_quick_commands_do_not_import_torch(args: list[str]) -> None:
+    code = "import sys\nfrom ddtree.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
+    ran = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False)
+    assert "Traceback" not in ran.stderr
+    assert ran.returncode in (0, 1)
+
+
+def test_a_bug_keeps_its_traceback(ddtree: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    def load(config: object) -> Engine:
+        raise ZeroDivisionError("a bug, not a user's mistake")
+
+    monkeypatch.setattr(Engine, "load", load)
+    with pytest.raises(ZeroDivisionError):
+        app(["generate", "Hi"])

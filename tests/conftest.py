@@ -1,0 +1,34 @@
+"""What all tests share."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test asks a hub for anything
+
+
+@pytest.fixture(scope="session")
+def embedded_model() -> Path:
+    """The folder of the embedded model in the user's cache; downloaded and converted when it is not there."""
+    from ddtree.models import resolve_model
+
+    return resolve_model("smollm2-135m")
+
+
+@pytest.fixture(scope="session")
+def bundled_drafter() -> Path:
+    """The folder of the drafter that ships with the package."""
+    from ddtree.models import resolve_drafter
+
+    folder = resolve_drafter("auto", "smollm2-135m")
+    assert folder is not None
+    return folder
+
+
+@pytest.fixture
+def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache folder of the test's own."""
+    folder = tmp_path / "cache"
+    monkeypatch.setenv("DDTREE_CACHE", str(folder))
+    return folder

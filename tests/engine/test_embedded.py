@@ -1,0 +1,103 @@
+"""The real model: not one token changes, and plain greedy decoding is what transformers generates."""
+
+import json
+from importlib.resources import files
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from ddtree.bench.parity import compare_modes, regrets
+from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.engine import Engine
+
+TOKENS = 128
+NEAR_TIE = 1e-4
+SPECULATIONS = [Speculation(mode=mode) for mode in MODES]
+
+
+@pytest.fixture(scope="module")
+def engine() -> Engine:
+    return Engine.load(EngineConfig(dtype="float32"))
+
+
+def prompts(engine: Engine, count: int) -> list[list[int]]:
+    """The first `count` prompts of the bench's suite, which takes the categories in turn."""
+    lines = (files("ddtree.bench") / "prompts.jsonl").read_text(encoding="utf-8").splitlines()[:count]
+    assert len(lines) == count
+    return [engine.text.chat([{"role": "user", "content": json.loads(line)["prompt"]}]) for line in lines]
+
+
+def check(engine: Engine, count: int, temperature: float) -> dict:
+    report = compare_modes(
+        engine, prompts(engine, count), SamplingParams(max_tokens=TOKENS, temperature=temperature, seed=1), SPECULATIONS
+    )
+    for run in report["runs"]:
+        ties = [d for d in run["differences"] if abs(d["margin"]) < NEAR_TIE]
+        assert run["equal"] + len(ties) == count, run
+        if run["mode"] == "ar":
+            assert run["acceptance_length"] == 1.0
+        else:
+            assert run["acceptance_length"] > 1.3, "speculation happened"
+        if run["mode"] == "shadow-linear":
+            assert run["shadow_agree"] is True
+    return report
+
+
+def check_against_transformers(engine: Engine, folder, report: dict, count: int) -> None:
+    oracle = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for ids, answer in zip(prompts(engine, count), report["answers"], strict=True):
+        out = oracle.generate(torch.tensor([ids]), max_new_tokens=TOKENS, do_sample=False, pad_token_id=0)
+        if (generated := out[0, len(ids) :].tolist()) != answer:
+            place = next(i for i, (a, b) in enumerate(zip(generated, answer, strict=False)) if a != b)
+            assert regrets(engine, ids, generated[: place + 1])[-1] < NEAR_TIE, "differs at more than a near-tie"
+
+
+def test_four_prompts_greedy_equal_plain_decoding_and_transformers(engine, embedded_model):
+    check_against_transformers(engine, embedded_model, check(engine, 4, 0.0), 4)
+
+
+def test_four_prompts_sampled_equal_plain_decoding(engine):
+    check(engine, 4, 0.8)
+
+
+@pytest.mark.full
+def test_twenty_prompts_greedy_equal_plain_decoding_and_transformers(engine, embedded_model):
+    check_against_transformers(engine, embedded_model, check(engine, 20, 0.0), 20)
+
+
+@pytest.mark.full
+def test_twenty_prompts_sampled_equal_plain_decoding(engine):
+    check(engine, 20, 0.8)
+
+
+def test_seeds_matter_and_repeat(engine):
+    (ids,) = prompts(engine, 1)
+    runs = [
+        engine.generate([ids], [SamplingParams(max_tokens=24, temperature=0.9, seed=seed)])[0].token_ids
+        for seed in (1, 1, 2)
+    ]
+    assert runs[0] == runs[1] != runs[2]
+
+
+def test_a_prompt_longer_than_a_chunk_reaches_the_drafter(engine):
+    """mlx-vlm#2096: only the last chunk did. Acceptance on a long repetitive text is what it is on a short one."""
+    line = "The quick brown fox jumps over the lazy dog. "
+    lengths = {}
+    for times in (10, 60):
+        ids = engine.text.encode(line * times)
+        lengths[times] = engine.generate([ids], [SamplingParams(max_tokens=40)])[0].acceptance_length
+    assert len(engine.text.encode(line * 60)) > 2 * 256
+    assert lengths[60] > 0.6 * lengths[10] > 0.6
+
+
+def test_output_does_not_depend_on_the_drafter(engine, monkeypatch):
+    """Also not on one that talks nonsense (z-lab/dflash#172)."""
+    (ids,) = prompts(engine, 1)
+    params = SamplingParams(max_tokens=32)
+    honest = engine.generate([ids], [params])[0]
+    propose = engine.drafter.propose
+    monkeypatch.setattr(engine.drafter, "propose", lambda *args: -propose(*args))
+    nonsense = engine.generate([ids], [params])[0]
+    assert nonsense.token_ids == honest.token_ids
+    assert nonsense.acceptance_length < 1.1 < honest.acceptance_length
