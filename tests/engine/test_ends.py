@@ -37,7 +37,7 @@ def streamed(engine, params):
     assert all(c.finish_reason is None for c in chunks[:-1])
     last = chunks[-1].generation
     assert "".join(c.text for c in chunks) == last.text
-    assert sum((c.token_ids for c in chunks), []) == last.token_ids
+    assert [i for c in chunks for i in c.token_ids] == last.token_ids
     assert chunks[-1].finish_reason == last.finish_reason
     return last
 

@@ -17,7 +17,7 @@ class Drafter(Protocol):
         """A zeroed context cache; `slots` must leave block_size scratch slots behind the longest context."""
 
     def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
-        """Extend the context. features: [B, M, taps * H] of positions position .. position + M - 1; position: [B] int64.
+        """Extend the context. features: [B, M, taps * H] of positions position .. position + M - 1; position: [B].
 
         Sequences with fewer than M new tokens pass anything finite behind them: those slots are scratch.
         """

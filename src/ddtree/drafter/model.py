@@ -114,7 +114,6 @@ class DFlashDrafter:
 
     def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
         """See Drafter.append."""
-        c = self.config
         batch, count, _ = features.shape
         fused = self.context_norm(self.fuse(features.flatten(0, 1)).float(), self.dtype)  # [B * M, H]
         turns = self.rope.turns(position.unsqueeze(1) + torch.arange(count, device=self.device))

@@ -51,7 +51,7 @@ def round_depth(drafter: Drafter | None, mode: Mode, speculation: Speculation) -
 
 
 def run_round(batch: Batch) -> Verdict:
-    """One round of every sequence: from the root to its newly committed tokens (state.committed, cut to n_committed)."""
+    """One round of every sequence, from its root to its new tokens (state.committed, cut to n_committed)."""
     state, observer = batch.state, batch.observer
     with observer.stage("draft"):
         candidates, log_q = _draft(batch)

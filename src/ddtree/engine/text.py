@@ -16,7 +16,7 @@ class Text:
     """The tokenizer of one model folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises DamagedFile where the folder's tokenizer cannot be read, UnsupportedModel where it is not a fast one."""
+        """Raises DamagedFile where the folder's tokenizer cannot be read, UnsupportedModel where it is a slow one."""
         try:
             self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
         except (OSError, ValueError, KeyError, TypeError) as error:

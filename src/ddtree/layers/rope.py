@@ -11,7 +11,7 @@ from ddtree.errors import UnsupportedModel
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
-    """Reorder the rows of a query or key projection (or norm) so that rotary pairs (i, i + head_dim/2) lie side by side.
+    """Reorder rows of a query or key projection (or norm) so that rotary pairs (i, i + head_dim/2) lie side by side.
 
     Queries and keys are permuted alike, so their products are unchanged, and a pair becomes one complex number.
     weight: [heads * head_dim, ...] -> the same shape.

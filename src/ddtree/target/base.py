@@ -48,7 +48,7 @@ class Target(Protocol):
         """
 
     def commit(self, cache: KVCache, path: Tensor, position: Tensor) -> None:
-        """Keep the keys and values of the rows on path [B, M] (-1 padded, the root first), in order, from `position`."""
+        """Keep keys and values of the rows on path [B, M] (-1 padded, the root first), in order, from `position`."""
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] int64 -> embeddings [..., hidden_size]."""

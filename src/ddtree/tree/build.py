@@ -1,4 +1,4 @@
-"""Which rows a round verifies: the chain, the best-first tree, or their union. Plain Python over at most D x K scores."""
+"""Which rows a round verifies: the chain, the best-first tree, or their union. Plain Python over D x K scores."""
 
 import heapq
 from collections.abc import Sequence
