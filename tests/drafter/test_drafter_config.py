@@ -3,10 +3,10 @@
 from typing import Any
 
 import pytest
-from dflash_reference import BASE, HIDDEN, TARGET_LAYERS, VOCAB, change
 
 from ddtree.drafter import DrafterConfig
 from ddtree.errors import DamagedFile, DDTreeError, DrafterMismatch, UnsupportedModel
+from dflash_reference import BASE, HIDDEN, TARGET_LAYERS, VOCAB, change
 
 SIZES = (VOCAB, HIDDEN, TARGET_LAYERS)
 

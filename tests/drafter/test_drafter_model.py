@@ -9,6 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from ddtree.drafter import DFlashDrafter
+from ddtree.errors import DamagedFile, DrafterMismatch, ModelNotFound, UnsupportedModel
+from ddtree.layers import KVCache
+from ddtree.target import LlamaTarget
 from dflash_reference import (
     BASE,
     CPU,
@@ -21,13 +28,6 @@ from dflash_reference import (
     random_tensors,
     save_checkpoint,
 )
-from safetensors.torch import load_file
-from torch import Tensor
-
-from ddtree.drafter import DFlashDrafter
-from ddtree.errors import DamagedFile, DrafterMismatch, ModelNotFound, UnsupportedModel
-from ddtree.layers import KVCache
-from ddtree.target import LlamaTarget
 
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
 NO, SOME, ALL = (False,) * 3, (True, False, True), (True,) * 3
@@ -289,7 +289,6 @@ def test_the_bundled_drafter_predicts_the_embedded_model(embedded_model: Path, b
             features, logits = target.prefill(cache, torch.tensor([ids[-1:]]), position)
             drafter.append(context, features, position)
     hits = sum(a == b for a, b in zip(guesses, ids[-steps + 1 :], strict=False))
-    print("HITS", hits)
     assert hits >= steps // 4, f"{hits} of {steps - 1}"
 
 

@@ -191,9 +191,9 @@ def noise_table(seeds: int, positions: int) -> list[list[Tensor]]:
         return x ^ (x >> np.uint64(16))
 
     seed, position, token = (np.arange(n, dtype=np.uint64) for n in (seeds, positions, VOCAB))
-    stream = mix(mix(seed ^ np.uint64(0x9E3779B9)))
-    state = mix(stream[:, None] + position & mask)[..., None]
-    bits = mix(mix(token ^ state) + mix(state ^ np.uint64(0x85EBCA6B)) & mask)
+    one = mix(mix(mix(seed ^ np.uint64(0x9E3779B9)))[:, None] ^ position)[..., None]
+    two = mix(mix(mix(seed + np.uint64(0x85EBCA6B) & mask))[:, None] + position & mask)[..., None]
+    bits = mix(mix(token ^ one) + two & mask)
     v = torch.from_numpy((bits.astype(np.float64) + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     table = -torch.log(-torch.log1p(-v))
     return [list(rows) for rows in table]
@@ -309,7 +309,7 @@ def test_min_1_p_over_q_fails_on_the_same_trees() -> None:
 def test_the_trees_branch_and_the_drafter_is_off() -> None:
     tree = draft((FIRST,))
     assert len(tree.children[()]) > 1
-    assert max(map(len, tree.children)) > 0  # some node other than the root has children
+    assert max(map(len, tree.children)) > 0  # not the root alone has children
     far = [np.abs(draft((FIRST, token)).q[0] - probabilities((FIRST, token))).sum() / 2 for token in range(VOCAB)]
     assert np.mean(far) > 0.1
 

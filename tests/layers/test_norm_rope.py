@@ -49,7 +49,7 @@ def rotate_halves(x: Tensor, positions: Tensor, theta: float, dim: int) -> Tenso
 
 def pair(x: Tensor) -> Tensor:
     """x [M, heads, dim] as a projection would give it whose rows (here: columns of x) were interleaved."""
-    return interleave(x.flatten(1).T, x.shape[-1]).T.reshape(x.shape).clone()
+    return interleave(x.flatten(1).T, x.shape[-1]).T.reshape(x.shape).clone(memory_format=torch.contiguous_format)
 
 
 @pytest.mark.parametrize(("dim", "heads", "theta"), [(8, 3, 1e4), (16, 1, 5e5), (64, 2, 1e6), (2, 4, 100.0)])

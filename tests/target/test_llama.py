@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from llama_oracle import CPU, LLAMA3, Oracle, assert_near, random_llama, round_weights, tree_rows
 from torch import Tensor
 
 from ddtree.layers import KVCache, packs
 from ddtree.target import LlamaTarget
+from llama_oracle import CPU, LLAMA3, Oracle, assert_near, random_llama, round_weights, tree_rows
 
 CASES = {
     "gqa, head 8": {},

@@ -148,7 +148,7 @@ def test_draft_tree_is_one_sequence_without_padding() -> None:
     small, large = best_first([[-0.5, -1.0], [-0.25, -3.0]], 4), random_nodes(40, random.Random(4))
     state = laid([small, large])
     tree = state.draft_tree(0)
-    assert tree == DraftTree((7, 1000, 2000, 1001, 2001 - 1), (-1, 0, 1, 0, 3), (0, 1, 2, 1, 2))
+    assert tree == DraftTree((7, 1000, 2000, 1001, 2000), (-1, 0, 1, 0, 3), (0, 1, 2, 1, 2))
     assert tree.paths() == [(), (1000,), (1000, 2000), (1001,), (1001, 2000)]
     other = state.draft_tree(1)
     assert (list(other.parents), list(other.depths)) == (large.parents, large.depths)

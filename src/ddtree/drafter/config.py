@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ddtree.errors import DamagedFile, DrafterMismatch, UnsupportedModel
+from ddtree.layers.fields import Fields
 
 ARCHITECTURES = ("DFlashDraftModel",)
 # How far two vocabulary sizes may differ and still be one vocabulary, padded for two machines (152064 and 152576).
@@ -29,6 +30,7 @@ class DrafterConfig:
     rope_theta: float
     rope_scaling: Mapping[str, Any]
     max_position: int
+    attention_bias: bool
     block_size: int  # the root's slot included, so block_size - 1 depths
     mask_token_id: int
     target_layer_ids: tuple[int, ...]
@@ -47,38 +49,43 @@ class DrafterConfig:
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Read the JSON of config.json. Raises UnsupportedModel or DamagedFile, naming the field."""
-        _refuse(raw)
-        both = {**raw, **(raw.get("dflash_config") or {})}
-        rope = raw.get("rope_parameters") or {}
-        try:
-            heads, hidden = int(raw["num_attention_heads"]), int(raw["hidden_size"])
-            layers = int(raw["num_hidden_layers"])
-            softcap = both.get("final_logit_softcapping")
-            windows, causal = _attention_kinds(raw, layers)
-            return cls(
-                hidden_size=hidden,
-                intermediate_size=int(raw["intermediate_size"]),
-                num_layers=layers,
-                num_heads=heads,
-                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or hidden // heads),
-                vocab_size=int(raw["vocab_size"]),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-                rope_scaling=rope or raw.get("rope_scaling") or {},
-                max_position=int(raw.get("max_position_embeddings", 32768)),
-                block_size=int(both["block_size"]),
-                mask_token_id=int(both["mask_token_id"]),
-                target_layer_ids=tuple(int(i) for i in both["target_layer_ids"]),
-                num_target_layers=None if raw.get("num_target_layers") is None else int(raw["num_target_layers"]),
-                windows=windows,
-                causal=causal,
-                output_multiplier=float(both.get("output_multiplier", 1.0)),
-                final_logit_softcapping=float(softcap) if softcap else None,
-                input_embedding_scale=float(both.get("input_embedding_scale", 1.0)),
+        architectures = raw.get("architectures") or []
+        if not any(name in ARCHITECTURES for name in architectures):
+            raise UnsupportedModel(
+                f"architectures {architectures!r} is not a drafter that is supported: {', '.join(ARCHITECTURES)} is",
+                param="architectures",
             )
-        except KeyError as error:
-            raise DamagedFile(f"the drafter's config.json has no {error.args[0]!r}: fetch the drafter again") from error
+        nested = raw.get("dflash_config")
+        fields = Fields({**raw, **(nested if isinstance(nested, Mapping) else {})}, "the drafter")
+        for name, supported in (("hidden_act", "silu"), ("quantization_config", None)):
+            fields.only(name, supported)
+        heads, kv_heads, head_dim = fields.heads()
+        theta, scaling = fields.rope()
+        layers = fields.size("num_hidden_layers")
+        windows, causal = _attention_kinds(fields, layers)
+        return cls(
+            hidden_size=fields.size("hidden_size"),
+            intermediate_size=fields.size("intermediate_size"),
+            num_layers=layers,
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            vocab_size=fields.size("vocab_size"),
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position=fields.size("max_position_embeddings", 32768),
+            attention_bias=fields.flag("attention_bias"),
+            block_size=fields.integer("block_size"),
+            mask_token_id=fields.integer("mask_token_id"),
+            target_layer_ids=fields.integers("target_layer_ids"),
+            num_target_layers=fields.size("num_target_layers") if fields.has("num_target_layers") else None,
+            windows=windows,
+            causal=causal,
+            output_multiplier=fields.number("output_multiplier", 1.0),
+            final_logit_softcapping=fields.number("final_logit_softcapping", 0.0) or None,
+            input_embedding_scale=fields.number("input_embedding_scale", 1.0),
+        )
 
     def check_fits(self, vocab_size: int, hidden_size: int, num_layers: int) -> None:
         """Raise DrafterMismatch, naming the field, unless the target has these sizes (vocabulary up to padding)."""
@@ -99,24 +106,13 @@ class DrafterConfig:
             raise UnsupportedModel(f"block_size {self.block_size} proposes nothing: it must be at least 2")
 
 
-def _refuse(raw: Mapping[str, Any]) -> None:
-    architectures = raw.get("architectures") or []
-    if not any(name in ARCHITECTURES for name in architectures):
-        raise UnsupportedModel(
-            f"architectures {architectures!r} is not a drafter that is supported: {', '.join(ARCHITECTURES)} is",
-            param="architectures",
-        )
-    for name, only in (("hidden_act", "silu"), ("quantization_config", None)):
-        if raw.get(name, only) != only:
-            raise UnsupportedModel(f"the drafter's {name} {raw[name]!r} is not supported: only {only!r} is", param=name)
-
-
-def _attention_kinds(raw: Mapping[str, Any], layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
+def _attention_kinds(fields: Fields, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
     """Window and causality of every layer. Without `is_causal`, sliding layers are causal and full ones are not."""
-    kinds = raw.get("layer_types")
+    kinds = fields.raw.get("layer_types")
     if kinds is None:
-        first_sliding = int(raw.get("max_window_layers", layers)) if raw.get("use_sliding_window") else layers
-        kinds = ["sliding_attention" if i >= first_sliding else "full_attention" for i in range(layers)]
+        use = fields.flag("use_sliding_window") and fields.has("sliding_window")
+        first = fields.integer("max_window_layers", layers) if use else layers
+        kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
     if len(kinds) != layers:
         raise DamagedFile(f"layer_types names {len(kinds)} layers, num_hidden_layers {layers}: fetch the drafter again")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})
@@ -125,9 +121,7 @@ def _attention_kinds(raw: Mapping[str, Any], layers: int) -> tuple[tuple[int | N
             f"layer_types {unknown[0]!r} is not supported: full_attention and sliding_attention are",
             param="layer_types",
         )
-    if "sliding_attention" in kinds and not raw.get("sliding_window"):
-        raise DamagedFile("layer_types has sliding_attention, but sliding_window is not set: fetch the drafter again")
-    declared = raw.get("is_causal")
     sliding = [kind == "sliding_attention" for kind in kinds]
-    windows = tuple(int(raw["sliding_window"]) if s else None for s in sliding)
-    return windows, tuple(s if declared is None else bool(declared) for s in sliding)
+    window = fields.size("sliding_window") if any(sliding) else None
+    causal = [fields.flag("is_causal")] * layers if fields.has("is_causal") else sliding
+    return tuple(window if s else None for s in sliding), tuple(causal)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ddtree.drafter.config import DrafterConfig
 from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
-from ddtree.layers.weights import Weights, open_weights, read_config
+from ddtree.layers.fields import read_config
+from ddtree.layers.weights import Weights, open_weights
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ class DFlashDrafter:
             names = [(p, f"{at}self_attn.{p}_proj.") for p in parts]
             weight = [_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in names]
             bias = None
-            if f"{names[0][1]}bias" in weights:
+            if c.attention_bias:
                 bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in names])
             return Linear(torch.cat(weight), bias)
 
@@ -100,7 +101,7 @@ class DFlashDrafter:
             key_norm=head_norm("k_norm"),
             out=Linear(
                 weights(f"{at}self_attn.o_proj.weight", c.hidden_size, rows["q"]),
-                weights.optional(f"{at}self_attn.o_proj.bias", c.hidden_size),
+                weights(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.attention_bias else None,
             ),
             mlp_norm=norm("post_attention_layernorm", c.hidden_size),
             gate_up=Linear(torch.cat(gate_up)),

@@ -4,17 +4,28 @@ The noise is standard Gumbel, so the argmax is an exact sample of softmax(logits
 nothing else (not on mode, node, round or place in the batch), the same seed gives the same tokens in every mode.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 _MASK = 0xFFFFFFFF
+Bits = TypeVar("Bits", int, Tensor)  # a number in [0, 2^32), or an int64 tensor of them
 
 
-def _mix(x: Tensor) -> Tensor:
-    """A 32-bit finaliser: every bit of x in [0, 2^32) moves about half of the bits of the result. x: int64."""
+def _mix(x: Bits) -> Bits:
+    """A 32-bit finaliser: every bit of x moves about half of the bits of the result."""
     x = (x ^ (x >> 16)) * 0x7FEB352D & _MASK
     x = (x ^ (x >> 15)) * 0x846CA68B & _MASK
     return x ^ (x >> 16)
+
+
+def _stream(seed: int, position: int) -> tuple[int, int]:
+    """Two 32-bit keys of a row of noise, mixed in different ways, so that rows share one only by a 64-bit accident."""
+    low, high, place = seed & _MASK, (seed >> 32) & _MASK, position & _MASK
+    one = _mix(_mix(_mix(low ^ 0x9E3779B9) ^ high) ^ place)
+    two = _mix(_mix(_mix(low + 0x85EBCA6B & _MASK) + high & _MASK) + place & _MASK)
+    return one, two
 
 
 def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "cpu") -> Tensor:
@@ -24,10 +35,9 @@ def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "c
         seed: the request's, any int64.
         position: absolute position of the token to be chosen.
     """
+    one, two = _stream(seed, position)
     token = torch.arange(vocab, device=device)
-    key = torch.tensor([seed & _MASK, (seed >> 32) & _MASK, position & _MASK], device=device)
-    state = _mix(_mix(_mix(key[0] ^ 0x9E3779B9) + key[1] & _MASK) + key[2] & _MASK)
-    bits = _mix(_mix(token ^ state) + _mix(state ^ 0x85EBCA6B) & _MASK)  # [vocab], 32 random bits each
+    bits = _mix(_mix(token ^ one) + two & _MASK)  # [vocab], 32 random bits each
     # v near 0 is where the largest noise comes from, and floats are finest there; log1p keeps what they resolve.
     v = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
@@ -88,5 +98,7 @@ class Sampler:
         """logits: [N, V]; positions: [N] int64, of the tokens to choose. Returns: [N] int64."""
         distinct, which = positions.unique(return_inverse=True)
         rows = torch.stack([noise.at(int(p)) for p in distinct])  # [distinct, V]
-        scores = torch.add(logits.float(), rows[which], alpha=self.temperatures[index])
-        return scores.argmax(-1)
+        temperature = self.temperatures[index]
+        if temperature > 1:  # the same order, and no temperature overflows
+            return torch.add(rows[which], logits.float(), alpha=1 / temperature).argmax(-1)
+        return torch.add(logits.float(), rows[which], alpha=temperature).argmax(-1)

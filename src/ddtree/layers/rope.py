@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddtree.errors import UnsupportedModel
+from ddtree.layers.fields import Fields
 
 
 def interleave(weight: Tensor, head_dim: int) -> Tensor:
@@ -44,7 +45,7 @@ def _scale(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     if kind == "default":
         return inv_freq
     if kind == "linear":
-        return inv_freq / float(scaling["factor"])
+        return inv_freq / Fields(scaling, "rope_parameters").number("factor")
     if kind == "llama3":
         return _llama3(inv_freq, scaling)
     raise UnsupportedModel(
@@ -54,9 +55,9 @@ def _scale(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 
 def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, those between blended."""
-    factor = float(scaling["factor"])
-    low, high = float(scaling["low_freq_factor"]), float(scaling["high_freq_factor"])
-    context = float(scaling["original_max_position_embeddings"])
+    fields = Fields(scaling, "rope_parameters")
+    factor, context = fields.number("factor"), fields.number("original_max_position_embeddings")
+    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
     wavelength = 2 * math.pi / inv_freq
     blend = ((context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * inv_freq / factor + blend * inv_freq

@@ -1,6 +1,5 @@
 """Weights of a Hugging Face folder, read tensor by tensor."""
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -11,6 +10,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from ddtree.errors import DamagedFile, ModelNotFound
+from ddtree.layers.fields import read_config
 
 
 class Weights:
@@ -37,15 +37,11 @@ class Weights:
             )
         return tensor.to(self._device, self._dtype)
 
-    def optional(self, name: str, *shape: int) -> Tensor | None:
-        """The tensor, or None where the model has none (biases)."""
-        return self(name, *shape) if name in self else None
-
 
 @contextmanager
 def open_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> Iterator[Weights]:
-    """Open every *.safetensors file of a folder. Raises ModelNotFound or DamagedFile, naming the file."""
-    files = sorted(folder.glob("*.safetensors"))
+    """Open the safetensors files of a folder: those of its index, else all. Raises ModelNotFound or DamagedFile."""
+    files = _files(folder)
     if not files:
         raise ModelNotFound(f"{folder} holds no .safetensors file: name a folder in Hugging Face format")
     with ExitStack() as stack:
@@ -59,15 +55,15 @@ def open_weights(folder: Path, dtype: torch.dtype, device: torch.device) -> Iter
         yield Weights(tensors, folder, dtype, device)
 
 
-def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
-    """A JSON object of a model folder. Raises ModelNotFound or DamagedFile, naming the file."""
-    path = folder / name
-    if not path.is_file():
-        raise ModelNotFound(f"{path} does not exist: name a folder in Hugging Face format")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise DamagedFile(f"{path} is not valid JSON ({error}): fetch it again") from error
-    if not isinstance(raw, dict):
-        raise DamagedFile(f"{path} must hold a JSON object: fetch it again")
-    return raw
+def _files(folder: Path) -> list[Path]:
+    index = "model.safetensors.index.json"
+    if (folder / "model.safetensors").is_file() or not (folder / index).is_file():
+        return sorted(folder.glob("*.safetensors"))
+    shards = read_config(folder, index).get("weight_map")
+    if not isinstance(shards, dict):
+        raise DamagedFile(f"{folder / index} has no weight_map: fetch it again")
+    files = sorted({folder / str(name) for name in shards.values()})
+    missing = [file.name for file in files if not file.is_file()]
+    if missing:
+        raise DamagedFile(f"{folder} is incomplete: its index names {missing[0]}, which is not there; fetch it again")
+    return files

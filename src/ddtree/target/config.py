@@ -4,7 +4,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree.errors import DamagedFile, UnsupportedModel
+from ddtree.errors import UnsupportedModel
+from ddtree.layers.fields import Fields
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,8 @@ class LlamaConfig:
     rope_scaling: Mapping[str, Any]
     max_position: int
     tied: bool
+    attention_bias: bool
+    mlp_bias: bool
 
     @classmethod
     def read(cls, raw: Mapping[str, Any]) -> "LlamaConfig":
@@ -33,26 +36,24 @@ class LlamaConfig:
                 "(Llama 2 and 3, SmolLM2)",
                 param="model_type",
             )
-        for name, only in (("hidden_act", "silu"), ("pretraining_tp", 1), ("quantization_config", None)):
-            if raw.get(name, only) != only:
-                raise UnsupportedModel(f"{name} {raw[name]!r} is not supported: only {only!r} is", param=name)
-        rope = raw.get("rope_parameters") or {}
-        try:
-            heads = int(raw["num_attention_heads"])
-            hidden = int(raw["hidden_size"])
-            return cls(
-                vocab_size=int(raw["vocab_size"]),
-                hidden_size=hidden,
-                intermediate_size=int(raw["intermediate_size"]),
-                num_layers=int(raw["num_hidden_layers"]),
-                num_heads=heads,
-                num_kv_heads=int(raw.get("num_key_value_heads") or heads),
-                head_dim=int(raw.get("head_dim") or hidden // heads),
-                rms_norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-                rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10000.0),
-                rope_scaling=rope or raw.get("rope_scaling") or {},
-                max_position=int(raw.get("max_position_embeddings", 2048)),
-                tied=bool(raw.get("tie_word_embeddings", False)),
-            )
-        except KeyError as error:
-            raise DamagedFile(f"config.json has no {error.args[0]!r}: fetch the model again") from error
+        fields = Fields(raw, "the model")
+        for name, supported in (("hidden_act", "silu"), ("pretraining_tp", 1), ("quantization_config", None)):
+            fields.only(name, supported)
+        heads, kv_heads, head_dim = fields.heads()
+        theta, scaling = fields.rope()
+        return cls(
+            vocab_size=fields.size("vocab_size"),
+            hidden_size=fields.size("hidden_size"),
+            intermediate_size=fields.size("intermediate_size"),
+            num_layers=fields.size("num_hidden_layers"),
+            num_heads=heads,
+            num_kv_heads=kv_heads,
+            head_dim=head_dim,
+            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rope_theta=theta,
+            rope_scaling=scaling,
+            max_position=fields.size("max_position_embeddings", 2048),
+            tied=fields.flag("tie_word_embeddings"),
+            attention_bias=fields.flag("attention_bias"),
+            mlp_bias=fields.flag("mlp_bias"),
+        )

@@ -9,7 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
-from ddtree.layers.weights import Weights, open_weights, read_config
+from ddtree.layers.fields import read_config
+from ddtree.layers.weights import Weights, open_weights
 from ddtree.target.base import TargetSpec
 from ddtree.target.config import LlamaConfig
 from ddtree.tree import Rows, unpack
@@ -76,24 +77,25 @@ class LlamaTarget:
         def paired(part: str, tensor: Tensor) -> Tensor:
             return tensor if part == "v" else interleave(tensor, c.head_dim)
 
-        def linear(name: str, rows: int, columns: int) -> Linear:
-            return Linear(weights(f"{at}{name}.weight", rows, columns), weights.optional(f"{at}{name}.bias", rows))
+        def linear(name: str, rows: int, columns: int, biased: bool) -> Linear:
+            bias = weights(f"{at}{name}.bias", rows) if biased else None
+            return Linear(weights(f"{at}{name}.weight", rows, columns), bias)
 
         qkv = [paired(p, weights(f"{at}self_attn.{p}_proj.weight", n, c.hidden_size)) for p, n in sizes.items()]
         qkv_bias = None
-        if f"{at}self_attn.q_proj.bias" in weights:
+        if c.attention_bias:
             qkv_bias = torch.cat([paired(p, weights(f"{at}self_attn.{p}_proj.bias", n)) for p, n in sizes.items()])
         gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
         gate_up_bias = None
-        if f"{at}mlp.gate_proj.bias" in weights:
+        if c.mlp_bias:
             gate_up_bias = torch.cat([weights(f"{at}mlp.{p}_proj.bias", c.intermediate_size) for p in ("gate", "up")])
         return _Layer(
             input_norm=norm("input_layernorm.weight"),
             qkv=Linear(torch.cat(qkv), qkv_bias),
-            out=linear("self_attn.o_proj", c.hidden_size, sizes["q"]),
+            out=linear("self_attn.o_proj", c.hidden_size, sizes["q"], c.attention_bias),
             mlp_norm=norm("post_attention_layernorm.weight"),
             gate_up=Linear(torch.cat(gate_up), gate_up_bias),
-            down=linear("mlp.down_proj", c.hidden_size, c.intermediate_size),
+            down=linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
         )
 
     def tap(self, layers: tuple[int, ...]) -> None:

@@ -47,6 +47,7 @@ def chain(depth: int) -> Nodes:
     return nodes
 
 
+@np.errstate(over="ignore")  # a drafter may mask with the lowest float; a sum below it is -inf, and skipped
 def best_first(log_q: Sequence[Sequence[float]], budget: int, spine: int = 0) -> Nodes:
     """The `budget` prefixes of highest probability under the factorised draft, as a tree.
 

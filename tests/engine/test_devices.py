@@ -1,0 +1,79 @@
+"""The whole engine on small random models, on every device here: the same tokens in every mode and on each device."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.drafter import DFlashDrafter
+from ddtree.engine import Engine
+from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.errors import InvalidOption
+from ddtree.target import LlamaTarget
+from dflash_reference import BASE, change, random_tensors, save_checkpoint
+from llama_oracle import random_llama
+from scripted import CharText
+
+DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
+OPTIONS = {"tree_budget": 63, "tree_top_k": 16}
+PROMPTS = [[5, 9, 33, 2], [17] * 300, [1]]
+PARAMS = [
+    SamplingParams(max_tokens=24, seed=3, ignore_eos=True),
+    SamplingParams(max_tokens=30, temperature=0.9, seed=4, ignore_eos=True),
+    SamplingParams(max_tokens=12, temperature=0.5, seed=5, ignore_eos=True),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
+    model = random_llama(vocab_size=61, hidden_size=32, num_hidden_layers=6, max_position_embeddings=512)
+    model.save_pretrained(target)
+    raw = change(BASE, {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 40})
+    return target, save_checkpoint(drafter, raw, random_tensors(raw))
+
+
+def load(folders: tuple[Path, Path], device: str, dtype: torch.dtype, mode: str) -> Engine:
+    where = torch.device(device)
+    target = LlamaTarget.load(folders[0], dtype, where)
+    sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
+    drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, dtype, where)
+    config = EngineConfig(speculation=Speculation(mode=mode, **OPTIONS))
+    return Engine(target, drafter, CharText([]), config)  # type: ignore[arg-type]
+
+
+def test_every_mode_and_device_gives_the_same_tokens(folders) -> None:
+    answers = {}
+    for device in DEVICES:
+        for mode in MODES:
+            engine = load(folders, device, torch.float32, mode)
+            alone = [engine.generate([p], [s])[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+            batch = engine.generate(PROMPTS, PARAMS)
+            assert [g.token_ids for g in batch] == [g.token_ids for g in alone], (device, mode)
+            answers[device, mode] = [g.token_ids for g in alone]
+            if mode == "tree":
+                assert max(g.acceptance_length for g in alone) > 1.2
+            if mode == "shadow-linear":
+                assert all(g.shadow.agree for g in alone)
+    assert all(answer == answers["cpu", "ar"] for answer in answers.values())
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_runs_in_every_mode(folders, device, dtype) -> None:
+    for mode in MODES:
+        generation = load(folders, device, dtype, mode).generate(PROMPTS, PARAMS)
+        assert [len(g.token_ids) for g in generation] == [24, 30, 12]
+
+
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cpu:x", ""])
+def test_devices_that_are_not_here_are_refused_by_name(name) -> None:
+    with pytest.raises(InvalidOption, match="device"):
+        choose_device(name)
+
+
+def test_auto_picks_a_dtype_that_the_processor_computes_in() -> None:
+    for name in DEVICES:
+        assert choose_dtype("auto", torch.device(name)) in (torch.bfloat16, torch.float32)
+    assert choose_dtype("float16", torch.device("cpu")) is torch.float16
