@@ -19,6 +19,11 @@ class CountingEngine:
     def __init__(self) -> None:
         self.calls: list[tuple[int, str, int | None, bool]] = []
         self.text = self
+        self.plain = 0  # how often a plain engine was asked for
+
+    def without_drafter(self) -> "CountingEngine":
+        self.plain += 1
+        return self
 
     def chat(self, messages: list[dict[str, str]]) -> list[int]:
         return [int(messages[0]["content"].split()[-1])]

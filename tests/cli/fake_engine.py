@@ -73,6 +73,9 @@ class FakeEngine:
             generation = self._generation(prompt, ids, reason, chosen.mode, observer) if reason else None
             yield Chunk(self.text.decode(piece), piece, reason, generation)
 
+    def without_drafter(self) -> "FakeEngine":
+        return self
+
     def generate(
         self,
         prompts: list[list[int]],

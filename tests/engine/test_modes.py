@@ -177,5 +177,15 @@ def test_stage_times_are_there_for_whoever_asks():
     assert engine.generate([[0]], [SamplingParams(max_tokens=9)])[0].stages == {}
 
 
+def test_an_engine_without_drafter_shares_the_target_and_decodes_plainly():
+    engine = engine_for(3, mode="tree")
+    plain = engine.without_drafter()
+    params = [SamplingParams(max_tokens=20, ignore_eos=True)]
+    assert plain.target is engine.target
+    assert plain.drafter is None
+    assert plain.generate([[0]], params)[0].mode == "ar"
+    assert plain.generate([[0]], params)[0].token_ids == engine.generate([[0]], params)[0].token_ids
+
+
 def test_the_table_of_modes_is_the_one_users_are_offered():
     assert tuple(MODE_TABLE) == MODES

@@ -27,9 +27,10 @@ def run(engine: Engine, plan: Plan, on_step: Callable[[], None] = lambda: None) 
     busier machine. Nothing is timed inside the rounds here. Raises `DDTreeError` as the engine does.
     """
     ids = _encode(engine, plan)
+    engines = _engines(engine, plan)
     short = replace(plan.sampling, max_tokens=_at_most(plan, WARM_UP_TOKENS))
-    for speculation in plan.variants.values():
-        engine.generate([ids[0]], [short], speculation)
+    for name, speculation in plan.variants.items():
+        engines[name].generate([ids[0]], [short], speculation)
         on_step()
     names = list(plan.variants)
     samples = []
@@ -37,7 +38,7 @@ def run(engine: Engine, plan: Plan, on_step: Callable[[], None] = lambda: None) 
         for index, prompt in enumerate(plan.prompts):
             first = (index + turn) % len(names)
             for name in names[first:] + names[:first]:
-                [generation] = engine.generate([ids[index]], [plan.sampling], plan.variants[name])
+                [generation] = engines[name].generate([ids[index]], [plan.sampling], plan.variants[name])
                 samples.append(Sample(prompt, name, generation))
                 on_step()
     return samples
@@ -53,11 +54,12 @@ def measure_stages(
     ids = _encode(engine, plan)[:STAGE_PROMPTS]
     short = replace(plan.sampling, max_tokens=_at_most(plan, STAGE_TOKENS))
     stages: dict[str, dict[str, float]] = {}
+    engines = _engines(engine, plan)
     for name, speculation in plan.variants.items():
         timer = StageTimer()
         rounds = 0
         for prompt in ids:
-            [generation] = engine.generate([prompt], [short], speculation, observer=timer)
+            [generation] = engines[name].generate([prompt], [short], speculation, observer=timer)
             rounds += generation.rounds
         spent = {stage: seconds for stage, seconds in timer.seconds.items() if stage != "prefill"}
         stages[name] = {stage: round(1000 * seconds / rounds, 3) for stage, seconds in spent.items()} if rounds else {}
@@ -68,6 +70,12 @@ def measure_stages(
 def steps(plan: Plan) -> int:
     """How often `run` and then `measure_stages` call `on_step`, for a progress bar."""
     return len(plan.variants) * (plan.repeat * len(plan.prompts) + 2)
+
+
+def _engines(engine: Engine, plan: Plan) -> dict[str, Engine]:
+    """Plain decoding runs without the drafter, whose context would otherwise be kept up to date at its cost."""
+    plain = engine.without_drafter()
+    return {name: plain if speculation.mode == "ar" else engine for name, speculation in plan.variants.items()}
 
 
 def _encode(engine: Engine, plan: Plan) -> list[list[int]]:

@@ -3,7 +3,7 @@
 import platform
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from typing import Any
 
@@ -109,6 +109,11 @@ class Engine:
             drafter = DFlashDrafter.load(drafter_folder, target.embed, target.head, sizes, dtype, device)
         names = (config.model, drafter_folder.name if drafter_folder else None)
         return cls(target, drafter, Text(folder), config, names)
+
+    def without_drafter(self) -> "Engine":
+        """The same target decoding plainly, as it does where no drafter was loaded: the baseline of a comparison."""
+        plain = replace(self.config, speculation=replace(self.speculation, mode="ar"))
+        return Engine(self.target, None, self.text, plain, (self.names[0], None))
 
     def info(self) -> dict[str, Any]:
         """What is loaded and what runs it, as plain values."""
