@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from ddtree.tree import top_k
+from ddtree.tree import best, top_k
 
 Fill = Callable[[torch.Generator, tuple[int, ...]], Tensor]
 VOCABS = (1, 2, 63, 128, 129, 130, 257, 1000)
@@ -113,3 +113,11 @@ def test_logits_are_left_alone() -> None:
     before = logits.clone()
     top_k(logits, 130)
     assert torch.equal(logits, before)
+
+
+@pytest.mark.parametrize("columns", [1, 4, 127, 128, 129, 1000, 49152])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_best_is_argmax_with_the_lowest_index_on_ties(columns: int, dtype: torch.dtype) -> None:
+    values = torch.randn(3, 5, columns, generator=torch.Generator().manual_seed(columns)).mul(4).round().to(dtype)
+    assert torch.equal(best(values), values.argmax(-1))
+    assert torch.equal(best(torch.zeros(2, columns, dtype=dtype)), torch.zeros(2, dtype=torch.int64))

@@ -9,6 +9,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
+from ddtree.tree import best
+
 _MASK = 0xFFFFFFFF
 Bits = TypeVar("Bits", int, Tensor)  # a number in [0, 2^32), or an int64 tensor of them
 
@@ -79,7 +81,7 @@ class Sampler:
             logits: [B, N, V]; depths: [B, N] int64; position: [B] int64, of the roots.
         A row at depth d stands at position + d and chooses the token at position + d + 1. Returns: [B, N] int64.
         """
-        own = logits.argmax(-1)
+        own = best(logits)
         for index, noise in enumerate(self._noise):
             if noise is not None:
                 base = int(position[index]) + 1
@@ -91,7 +93,7 @@ class Sampler:
         """The token of sequence `index` at an absolute position, from logits [V]."""
         noise = self._noise[index]
         if noise is None:
-            return int(logits.argmax())
+            return int(best(logits))
         return int(self._sample(index, noise, logits.unsqueeze(0), torch.tensor([position])))
 
     def _sample(self, index: int, noise: Noise, logits: Tensor, positions: Tensor) -> Tensor:
@@ -100,5 +102,5 @@ class Sampler:
         rows = torch.stack([noise.at(int(p)) for p in distinct])  # [distinct, V]
         temperature = self.temperatures[index]
         if temperature > 1:  # the same order, and no temperature overflows
-            return torch.add(rows[which], logits.float(), alpha=1 / temperature).argmax(-1)
-        return torch.add(logits.float(), rows[which], alpha=temperature).argmax(-1)
+            return best(torch.add(rows[which], logits.float(), alpha=1 / temperature))
+        return best(torch.add(logits.float(), rows[which], alpha=temperature))

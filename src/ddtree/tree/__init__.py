@@ -2,7 +2,7 @@
 
 from ddtree.tree.accept import Accepted, accept, cut
 from ddtree.tree.build import Nodes, best_first, chain, union
-from ddtree.tree.proposal import Proposal, top_k
+from ddtree.tree.proposal import Proposal, best, top_k
 from ddtree.tree.state import DraftTree, RoundState, Rows, unpack
 
 __all__ = [
@@ -13,6 +13,7 @@ __all__ = [
     "RoundState",
     "Rows",
     "accept",
+    "best",
     "best_first",
     "chain",
     "cut",
