@@ -2,7 +2,8 @@
 
     python benchmarks/parity.py --output benchmarks/results/parity.json
 
-float32: greedy and at temperature 0.8, every mode alone and in batches of 4 against plain decoding. bfloat16: greedy
+float32: greedy and at temperature 0.8, every mode alone and in batches of 4 against plain decoding, and greedy plain
+decoding against transformers' own generation. bfloat16: greedy
 answers of every mode, and the float32 regret of each of their tokens (the float32 maximum minus the float32 logit of
 the token chosen), whose worst must be within 1.5 times of plain decoding's own worst.
 """
@@ -10,11 +11,16 @@ the token chosen), whose worst must be within 1.5 times of plain decoding's own 
 import sys
 from dataclasses import replace
 
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
 from common import finish, machine, parser
-from ddtree.bench.parity import answers, compare_modes, regrets
+from ddtree.bench.parity import answers, compare_modes, first_difference, regrets
 from ddtree.bench.suite import load_prompts
-from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.config import EMBEDDED, MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine
+from ddtree.models import resolve_model
 
 SPECULATIONS = [Speculation(mode=mode) for mode in MODES]
 
@@ -22,6 +28,19 @@ SPECULATIONS = [Speculation(mode=mode) for mode in MODES]
 def tokens_of(engine: Engine, count: int) -> list[list[int]]:
     """The first prompts of the suite, as chats."""
     return [engine.text.chat([{"role": "user", "content": p.prompt}]) for p in load_prompts()[:count]]
+
+
+def against_transformers(prompts: list[list[int]], found: list[list[int]], max_tokens: int) -> dict[str, object]:
+    """Greedy answers of transformers in float32, compared with ours."""
+    oracle = AutoModelForCausalLM.from_pretrained(resolve_model(EMBEDDED), dtype=torch.float32)
+    differing = []
+    for index, (ids, answer) in enumerate(zip(prompts, found, strict=True)):
+        out = oracle.generate(torch.tensor([ids]), max_new_tokens=max_tokens, do_sample=False, pad_token_id=0)
+        if out[0, len(ids) :].tolist() != answer:
+            differing.append({"prompt": index, "place": first_difference(out[0, len(ids) :].tolist(), answer)})
+    report = {"version": transformers.__version__, "equal": len(prompts) - len(differing), "differences": differing}
+    print("transformers", report, file=sys.stderr)
+    return report
 
 
 def half_precision(full: Engine, prompts: list[list[int]], params: SamplingParams) -> dict[str, object]:
@@ -56,15 +75,19 @@ def main() -> None:
     report = {"prompts": len(prompts), "max_tokens": args.max_tokens, "float32": {}, **machine()}
     for name, params in (("greedy", greedy), ("temperature_0.8", replace(greedy, temperature=0.8))):
         compared = compare_modes(full, prompts, params, SPECULATIONS)
-        del compared["answers"]
+        found = compared.pop("answers")
         report["float32"][name] = compared
+        if name == "greedy":
+            report["float32"]["transformers"] = against_transformers(prompts, found, args.max_tokens)
         for run in compared["runs"]:
             print(name, run, file=sys.stderr)
     report["bfloat16"] = half_precision(full, prompts, greedy)
     worst = {mode: values["worst_regret"] for mode, values in report["bfloat16"].items()}
     report["worst_regret_over_ar"] = {mode: worst[mode] / worst["ar"] for mode in MODES}
     finish(report, args.output)
-    equal = all(run["equal"] == len(prompts) for part in report["float32"].values() for run in part["runs"])
+    parts = [report["float32"]["greedy"], report["float32"]["temperature_0.8"]]
+    equal = all(run["equal"] == len(prompts) for part in parts for run in part["runs"])
+    equal = equal and report["float32"]["transformers"]["equal"] == len(prompts)
     sys.exit(0 if equal and max(report["worst_regret_over_ar"].values()) <= 1.5 else 1)
 
 

@@ -12,10 +12,7 @@ _ROWS_HINT = 16
 
 @lru_cache
 def packs(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether oneDNN's blocked weight layout works here: twice the speed of F.linear on AVX-512 processors.
-
-    It also makes a row's result independent of how many rows are computed with it, which F.linear does not.
-    """
+    """Whether oneDNN's blocked weight layout works here: up to twice the speed of F.linear on AVX-512 processors."""
     if device_type != "cpu" or not torch.backends.mkldnn.is_available():
         return False
     if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
