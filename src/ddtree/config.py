@@ -27,7 +27,7 @@ class Speculation:
     """How a round drafts and what it commits. Budgets count tree nodes without the root."""
 
     mode: str = "tree"
-    tree_budget: int = 15
+    tree_budget: int = 5  # the fastest on two CPU cores (docs/log.md); on a GPU 15 or 31 pay
     tree_top_k: int = 8  # candidate tokens per depth
     tree_spine: int = 0  # tokens of the top-1 chain that a tree must hold; 0: best-first alone
 
