@@ -13,17 +13,9 @@ from typing import Any
 
 import torch
 
+from ddtree.bench.report import cpu_name
+
 RESULTS = Path(__file__).parent / "results"
-
-
-def cpu_name() -> str:
-    """The processor, as /proc/cpuinfo or the platform names it."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def machine() -> dict[str, Any]:

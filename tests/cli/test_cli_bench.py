@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from fake_engine import ANSWER, Command, FakeEngine, Ran
 
-from ddtree.config import MODES
+from ddtree.config import MODES, Speculation
 
 TOP_KEYS = {
     "modes", "model", "drafter", "device", "dtype", "threads", "versions", "cpu", "date", "max_tokens", "temperature",
@@ -61,7 +61,7 @@ def test_budgets_are_modes_of_their_own(ddtree: Command, engines: list[FakeEngin
     used = {
         (speculation.mode, speculation.tree_budget, speculation.tree_top_k) for _, _, speculation, _ in engines[0].calls
     }
-    assert used == {("ar", 15, 4), ("tree", 7, 4), ("tree", 31, 4)}
+    assert used == {("ar", Speculation().tree_budget, 4), ("tree", 7, 4), ("tree", 31, 4)}
     assert engines[0].config.speculation.tree_budget == 7, "loaded for a mode that drafts"
 
 

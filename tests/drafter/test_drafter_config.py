@@ -8,6 +8,8 @@ from ddtree.drafter import DrafterConfig
 from ddtree.errors import DamagedFile, DDTreeError, DrafterMismatch, UnsupportedModel
 from dflash_reference import BASE, HIDDEN, TARGET_LAYERS, VOCAB, change
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SIZES = (VOCAB, HIDDEN, TARGET_LAYERS)
 
 

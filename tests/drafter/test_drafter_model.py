@@ -29,6 +29,8 @@ from dflash_reference import (
     save_checkpoint,
 )
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SLIDING = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "sliding_window": 4}
 NO, SOME, ALL = (False,) * 3, (True, False, True), (True,) * 3
 # Configuration changes, and what they should mean: windows and causality of the three layers, rope theta.

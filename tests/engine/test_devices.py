@@ -15,6 +15,8 @@ from dflash_reference import BASE, change, random_tensors, save_checkpoint
 from llama_oracle import random_llama
 from scripted import CharText
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 DEVICES = ["cpu"] + (["cuda"] if torch.cuda.is_available() else [])
 OPTIONS = {"tree_budget": 63, "tree_top_k": 16}
 PROMPTS = [[5, 9, 33, 2], [17] * 300, [1]]

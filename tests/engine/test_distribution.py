@@ -8,7 +8,7 @@ min(1, p / q) runs on the same trees and must be told apart from the target by t
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import product
@@ -25,6 +25,8 @@ from ddtree.layers import KVCache
 from ddtree.target import TargetSpec
 from ddtree.tree import RoundState, Rows, best_first, top_k, unpack
 from scripted import CPU, drafter_config, scripted_engine, token_cache, write
+
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 VOCAB, LENGTH, DEPTHS = 4, 4, 4
 PROMPT = [2, 3, 1]
@@ -197,15 +199,6 @@ def noise_table(seeds: int, positions: int) -> list[list[Tensor]]:
     v = torch.from_numpy((bits.astype(np.float64) + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     table = -torch.log(-torch.log1p(-v))
     return [list(rows) for rows in table]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """The tensors are tiny: handing them to a second thread only costs."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture

@@ -122,6 +122,17 @@ def test_the_limit_counts_tokens_not_rounds(mode, limit):
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_a_limit_inside_the_thinking_part_counts_its_tokens(mode):
+    """sglang#37450, #39826: thinking is part of the answer, so it cannot outnumber it."""
+    pieces = ["<think>", "first", ", then", " so", "</think>", "Yes", "."]
+    engine = reciting("", pieces=pieces, mode=mode)
+    for limit in range(1, 8):
+        generation = engine.generate([[0]], [SamplingParams(max_tokens=limit)])[0]
+        assert generation.token_ids == list(range(limit))
+        assert (generation.text, generation.finish_reason) == ("".join(pieces[:limit]), "length")
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_the_end_of_the_context_ends_the_answer(mode):
     engine = reciting("abcdefghijklmnopqrstuvwxyz", mode=mode)
     engine.max_model_len = 20

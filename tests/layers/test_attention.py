@@ -8,6 +8,8 @@ from torch import Tensor
 
 from ddtree.layers import attend, attention_mask
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def naive_mask(start: list[int], visible: Tensor, span: int, window: int | None) -> Tensor:
     """[B, N, span] bool: row i of a sequence lies at slot start + i."""

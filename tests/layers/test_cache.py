@@ -6,6 +6,8 @@ from torch import Tensor
 
 from ddtree.layers import KVCache
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 LAYERS, KV, DIM, SLOTS = 2, 2, 4, 20
 

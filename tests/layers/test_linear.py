@@ -6,6 +6,8 @@ import torch.nn.functional as F
 
 from ddtree.layers import Linear, packs
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 SHAPES = [(61, 32), (1, 8), (96, 64), (257, 48)]
 
 

@@ -10,6 +10,8 @@ from torch import Tensor
 from ddtree.errors import UnsupportedModel
 from ddtree.layers import RMSNorm, Rope, interleave
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CPU = torch.device("cpu")
 
 

@@ -12,6 +12,8 @@ from ddtree.layers import KVCache, packs
 from ddtree.target import LlamaTarget
 from llama_oracle import CPU, LLAMA3, Oracle, assert_near, random_llama, round_weights, tree_rows
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 CASES = {
     "gqa, head 8": {},
     "mha, head 16": {"hidden_size": 64, "num_key_value_heads": 4, "head_dim": 16},

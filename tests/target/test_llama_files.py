@@ -12,6 +12,8 @@ from ddtree.errors import DamagedFile, DDTreeError, ModelNotFound, UnsupportedMo
 from ddtree.target import LlamaTarget
 from llama_oracle import BASE, CPU, LLAMA3, Oracle, assert_near, random_llama, round_weights
 
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 IDS = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3]
 
 
