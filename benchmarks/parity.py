@@ -74,13 +74,11 @@ def main() -> None:
     greedy = SamplingParams(max_tokens=args.max_tokens, seed=1)
     report = {"prompts": len(prompts), "max_tokens": args.max_tokens, "float32": {}, **machine()}
     for name, params in (("greedy", greedy), ("temperature_0.8", replace(greedy, temperature=0.8))):
-        compared = compare_modes(full, prompts, params, SPECULATIONS)
+        compared = compare_modes(full, prompts, params, SPECULATIONS, on_run=lambda run: print(run, file=sys.stderr))
         found = compared.pop("answers")
         report["float32"][name] = compared
         if name == "greedy":
             report["float32"]["transformers"] = against_transformers(prompts, found, args.max_tokens)
-        for run in compared["runs"]:
-            print(name, run, file=sys.stderr)
     report["bfloat16"] = half_precision(full, prompts, greedy)
     worst = {mode: values["worst_regret"] for mode, values in report["bfloat16"].items()}
     report["worst_regret_over_ar"] = {mode: worst[mode] / worst["ar"] for mode in MODES}

@@ -1,6 +1,6 @@
 """Whether speculation changed a token: every mode against plain decoding, and half precision against float32."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -84,9 +84,11 @@ def compare_modes(
     params: SamplingParams,
     speculations: Sequence[Speculation],
     batches: Sequence[int] = (1, 4),
+    on_run: Callable[[dict[str, Any]], None] = lambda run: None,
 ) -> dict[str, Any]:
     """Decode every prompt in every mode, alone and in batches, and compare with `ar` alone.
 
+    on_run is called with each run's part of the report as it ends.
     Returns: answers (ar's ids), per run rounds, acceptance_length, equal (answers equal to ar's) and differences.
     """
     plain = answers(engine, prompts, params, Speculation(mode="ar"), 1)
@@ -116,6 +118,7 @@ def compare_modes(
                     else all(g.shadow and g.shadow.agree for g in found),
                 }
             )
+            on_run(runs[-1])
     return {"prompts": len(prompts), "answers": [g.token_ids for g in plain], "runs": runs}
 
 

@@ -12,7 +12,10 @@ from ddtree import __version__
 from ddtree.cli import commands
 from ddtree.errors import DDTreeError
 
-LONG_NAMES = re.compile(r"\b(max_tokens|max_model_len|tree_budget|tree_top_k|tree_spine)\b")
+LONG_FIELDS = ("max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine")
+LONG_NAMES = re.compile(rf"\b({'|'.join(LONG_FIELDS)})\b")
+SHORT_FIELDS = "model drafter mode modes budgets device dtype seed temperature limit repeat output host port"
+OPTIONS = frozenset((*SHORT_FIELDS.split(), *LONG_FIELDS))
 INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
 
 
@@ -22,7 +25,7 @@ def _one_line(error: DDTreeError) -> str:
     A short name such as `mode` is an ordinary word too: it is spelled so only where the message begins with it.
     """
     text = " ".join(str(error).split())
-    if error.param and error.param != "prompt" and text.startswith(f"{error.param} "):  # PROMPT is no option
+    if error.param in OPTIONS and text.startswith(f"{error.param} "):
         text = f"--{error.param.replace('_', '-')}{text[len(error.param) :]}"
     return LONG_NAMES.sub(lambda found: f"--{found[0].replace('_', '-')}", text)
 

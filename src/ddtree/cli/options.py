@@ -23,7 +23,8 @@ Mode = Annotated[str, typer.Option("--mode", help=f"How to decode: {', '.join(MO
 TreeBudget = Annotated[
     int,
     typer.Option(
-        "--tree-budget", help=f"Nodes of a tree, without its root: 1 to {MAX_TREE_BUDGET}; 15, 31 or 63 fit best."
+        "--tree-budget",
+        help=f"Nodes of a tree, without its root: 1 to {MAX_TREE_BUDGET}; a few on a CPU; 15, 31 or 63 on a GPU.",
     ),
 ]
 TreeTopK = Annotated[int, typer.Option("--tree-top-k", help="Candidate tokens for each depth of a tree.")]

@@ -69,7 +69,7 @@ def _save_weights(file: GGUF, places: dict[str, Place], out: Path, label: str) -
     shards = list(_shards(places))
     many = len(shards) > 1
     weight_map: dict[str, str] = {}
-    with tqdm(total=len(places), unit=" tensors", desc=f"converting {label}", mininterval=0.5) as bar:
+    with tqdm(total=len(places), unit=" tensors", desc=f"converting {label}", mininterval=store.bar_interval()) as bar:
         for number, shard in enumerate(shards, 1):
             name = f"model-{number:05}-of-{len(shards):05}.safetensors" if many else "model.safetensors"
             weights = {}

@@ -119,3 +119,8 @@ def _lock(final: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
+
+
+def bar_interval() -> float:
+    """Seconds between two states of a progress bar: rare where a file collects them all."""
+    return 0.5 if sys.stderr.isatty() else 10.0

