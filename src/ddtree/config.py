@@ -1,6 +1,5 @@
 """What a user chooses: one frozen dataclass a concern, checked when it is made. A leaf: imports only `errors`."""
 
-import math
 from dataclasses import dataclass, field
 
 from ddtree.errors import InvalidOption
@@ -11,6 +10,7 @@ EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024
 MAX_SEED = 2**63 - 1
+MAX_TEMPERATURE = 1e300  # beyond any use; keeps infinity and whole numbers too large for a float out
 MAX_STOPS = 4  # as the OpenAI API has it
 
 
@@ -53,12 +53,14 @@ class SamplingParams:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
         number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not math.isfinite(self.temperature) or self.temperature < 0:
+        if not number or not 0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN
             raise InvalidOption(
                 f"temperature must be a number of at least 0, not {self.temperature!r}", param="temperature"
             )
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if not isinstance(self.stop, tuple):
+            raise InvalidOption(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
         if len(self.stop) > MAX_STOPS:
             raise InvalidOption(f"stop takes at most {MAX_STOPS} strings, not {len(self.stop)}", param="stop")
         for stop in self.stop:

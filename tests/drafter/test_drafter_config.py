@@ -225,3 +225,21 @@ def test_values_of_another_kind_are_named(field: str, value: Any) -> None:
 def test_key_heads_that_do_not_divide_the_query_heads_are_named() -> None:
     with pytest.raises(DDTreeError, match="num_key_value_heads"):
         read(num_key_value_heads=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"architectures": 5}, "architectures"),
+        ({"layer_types": 5}, "layer_types"),
+        ({"layer_types": [["x"]] * 3}, "layer_types"),
+    ],
+)
+def test_lists_that_are_none_are_named(changes: dict[str, Any], word: str) -> None:
+    with pytest.raises(DDTreeError, match=word):
+        read(**changes)
+
+
+def test_a_block_beyond_all_reason_is_refused() -> None:
+    with pytest.raises(UnsupportedModel, match="block_size 100000"):
+        read(block_size=100_000).check_fits(*SIZES)

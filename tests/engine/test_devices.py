@@ -69,7 +69,7 @@ def test_half_precision_runs_in_every_mode(folders, device, dtype) -> None:
         assert [len(g.token_ids) for g in generation] == [24, 30, 12]
 
 
-@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cpu:x", ""])
+@pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cuda:99999", "cpu:x", "cpu:7", ""])
 def test_devices_that_are_not_here_are_refused_by_name(name) -> None:
     with pytest.raises(InvalidOption, match="device"):
         choose_device(name)

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from ddtree.config import MODES, SamplingParams
 from ddtree.engine.output import RequestOutput
-from ddtree.errors import ContextLengthExceeded, DDTreeError, InvalidOption
+from ddtree.errors import ContextLengthExceeded, DamagedFile, DDTreeError, InvalidOption
 from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
 
 LETTERS = "abcdefghijklmnopqrstuvwxyz "
@@ -196,6 +196,12 @@ def test_prompts_that_cannot_be_run(prompt, params, error, words):
     for call in (engine.stream, lambda p, s: engine.generate([p], [s])):
         with pytest.raises(error, match=words):
             call(prompt, SamplingParams(**params))
+
+
+def test_a_model_whose_logits_are_not_numbers_says_so():
+    engine = scripted_engine(ScriptedTarget(lambda history: [float("nan")] * (END + 1), END + 1), None, LETTERS)
+    with pytest.raises(DamagedFile, match="not numbers"):
+        engine.generate([[0]], [SamplingParams(max_tokens=3)])
 
 
 def test_a_mode_that_needs_a_drafter_says_so():

@@ -1,5 +1,7 @@
 """The real tokenizer: whole characters, and pieces that join to the whole."""
 
+import contextlib
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -58,3 +60,39 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DamagedFile, match="tokenizer"):
         Text(tmp_path)
+
+
+def copied(embedded_model, tmp_path, **changes):
+    """The embedded model's tokenizer with other files beside or instead of its own."""
+    for name in ("tokenizer.json", "tokenizer_config.json", "config.json", "chat_template.jinja"):
+        if (embedded_model / name).is_file():
+            (tmp_path / name).write_bytes((embedded_model / name).read_bytes())
+    for name, content in changes.items():
+        (tmp_path / name.replace("__", ".")).write_text(content)
+    return tmp_path
+
+
+def test_a_folders_own_code_is_never_run(embedded_model, tmp_path, monkeypatch):
+    marker = tmp_path / "ran"
+    monkeypatch.setattr("builtins.input", lambda *_: "y")
+    folder = copied(
+        embedded_model,
+        tmp_path,
+        tokenizer_config__json='{"tokenizer_class": "X", "auto_map": {"AutoTokenizer": ["evil.X", "evil.X"]}}',
+        evil__py=f"open({str(marker)!r}, 'w').close()\nclass X: pass\n",
+    )
+    with contextlib.suppress(DamagedFile):
+        Text(folder)
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{", "[" * 100_000])
+def test_damaged_tokenizer_files_are_named(embedded_model, tmp_path, content):
+    with pytest.raises(DamagedFile, match="tokenizer"):
+        Text(copied(embedded_model, tmp_path, tokenizer_config__json=content))
+
+
+def test_a_template_that_fails_is_an_error_of_the_messages(embedded_model, tmp_path):
+    text = Text(copied(embedded_model, tmp_path, chat_template__jinja="{{ 1 / 0 }}"))
+    with pytest.raises(InvalidOption, match="template"):
+        text.chat([{"role": "user", "content": "Hi"}])

@@ -249,3 +249,37 @@ def test_weights_of_another_shape_are_named(folder: Path, field: str, value: int
     edit(folder, **{field: value})
     with pytest.raises(DamagedFile, match=weight):
         load(folder)
+
+
+@pytest.mark.parametrize("value", ["x", [[1], None], True])
+def test_end_ids_that_are_no_ids_are_named(folder: Path, value: Any) -> None:
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": value}))
+    with pytest.raises(DamagedFile, match="eos_token_id"):
+        load(folder)
+
+
+@pytest.mark.parametrize(("field", "value"), [("rms_norm_eps", -1), ("rms_norm_eps", 0)])
+def test_numbers_that_must_be_positive_are_named(folder: Path, field: str, value: float) -> None:
+    edit(folder, **{field: value})
+    with pytest.raises(DamagedFile, match=field):
+        load(folder)
+
+
+@pytest.mark.parametrize("rope", [{"rope_type": "linear", "factor": 0}, {"rope_theta": -1}])
+def test_rope_that_gives_no_numbers_is_refused(folder: Path, rope: dict[str, Any]) -> None:
+    edit(folder, rope_parameters=rope)
+    with pytest.raises(DamagedFile, match="must be above 0"):
+        load(folder)
+
+
+def test_integer_weights_are_refused(folder: Path) -> None:
+    file = folder / "model.safetensors"
+    save_file({name: tensor.int() for name, tensor in load_file(file).items()}, file)
+    with pytest.raises(DamagedFile, match="quantised folders are not supported"):
+        load(folder)
+
+
+def test_a_bottomless_configuration_is_named(folder: Path) -> None:
+    (folder / "config.json").write_text("[" * 100_000)
+    with pytest.raises(DamagedFile, match=r"config\.json"):
+        load(folder)

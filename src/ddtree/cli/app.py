@@ -1,6 +1,8 @@
 """`ddtree`: the application, its version flag, and the one place where errors become a line and an exit code."""
 
+import errno
 import io
+import os
 import re
 import sys
 from typing import Annotated
@@ -10,13 +12,14 @@ from typer.core import TyperGroup
 
 from ddtree import __version__
 from ddtree.cli import commands
+from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.errors import DDTreeError
 
 LONG_FIELDS = ("max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine")
 LONG_NAMES = re.compile(rf"\b({'|'.join(LONG_FIELDS)})\b")
 SHORT_FIELDS = "model drafter mode modes budgets device dtype seed temperature limit repeat output host port"
 OPTIONS = frozenset((*SHORT_FIELDS.split(), *LONG_FIELDS))
-INTERRUPTED = 130  # what a shell reports for a program ended by Ctrl-C
+OUTPUT_LOST = (errno.ENOSPC, errno.EIO)
 
 
 def _one_line(error: DDTreeError) -> str:
@@ -41,6 +44,11 @@ class Commands(TyperGroup):
             raise typer.Exit(1) from error
         except KeyboardInterrupt as error:
             raise typer.Exit(INTERRUPTED) from error
+        except OSError as error:
+            if error.errno not in OUTPUT_LOST:
+                raise
+            typer.echo(f"error: the output could not be written: {error.strerror}", err=True)
+            raise typer.Exit(1) from error
 
 
 def _print_version(wanted: bool) -> None:
@@ -78,6 +86,9 @@ app.command()(commands.models)
 
 def main() -> None:
     """The console script: as `app`, and a character that the terminal cannot show never ends the program."""
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # the caller closed it: what would be printed has nowhere to go
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddtree.cli import options as opt
+from ddtree.cli.interrupts import interrupts_end_at_once
 from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.errors import InvalidOption
 
@@ -42,8 +43,9 @@ def serve(
     speculation = Speculation(mode, tree_budget, tree_top_k, tree_spine)
     config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len)
     SamplingParams(seed=seed)  # a seed out of range is refused before the model loads
-    from ddtree.server import check_port
-    from ddtree.server import serve as serve_http
+    with interrupts_end_at_once():
+        from ddtree.server import check_port
+        from ddtree.server import serve as serve_http
 
     check_port(host, port)
     serve_http(_load(config), host, port, served_model_name=model, default_seed=seed)
@@ -100,6 +102,8 @@ def smoke(
     """Send one chat request to a server. The last line is one JSON object; exit code 0 if an answer came, else 1."""
     from ddtree.bench.smoke import smoke as ask
 
+    if not (api_key or "").isascii():
+        raise InvalidOption("--api-key must be ASCII: it travels in an HTTP header", param="api_key")
     result = ask(url, label=label, model=model, api_key=api_key or os.environ.get("OPENAI_API_KEY"))
     typer.echo(json.dumps(result))
     if "error" in result:
@@ -154,9 +158,12 @@ def bench(
         stages = measure_stages(engine, plan, progress.update)
     report = make_report(samples, stages, plan, base, engine.info())
     typer.echo(format_report(report))
-    if output is not None:
-        output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     typer.echo(json.dumps(report))
+    if output is not None:
+        try:
+            output.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        except OSError as error:
+            raise InvalidOption(f"output {str(output)!r} was not written: {error.strerror}", param="output") from error
     if report["parity"] == "red":
         raise typer.Exit(1)
 
@@ -181,7 +188,8 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
 
 
 def _load(config: EngineConfig) -> "Engine":
-    from ddtree.engine import Engine
+    with interrupts_end_at_once():
+        from ddtree.engine import Engine
 
     return Engine.load(config)
 
@@ -190,6 +198,8 @@ def _read_prompt(prompt: str, raw: bool) -> str:
     """The prompt as given or, for "-", from standard input; a chat message loses the newline that `echo` adds."""
     try:
         # os.fsencode gives back the bytes that were typed, so both ways in are checked alike.
+        if prompt == "-" and sys.stdin is None:
+            raise InvalidOption("PROMPT is -, but standard input is closed: give the text itself", param="prompt")
         text = (sys.stdin.buffer.read() if prompt == "-" else os.fsencode(prompt)).decode("utf-8")
     except UnicodeError as error:
         raise InvalidOption(

@@ -8,6 +8,7 @@ from ddtree.errors import DamagedFile, DrafterMismatch, UnsupportedModel
 from ddtree.layers.fields import Fields
 
 ARCHITECTURES = ("DFlashDraftModel",)
+MAX_BLOCK = 1024  # published drafters have 8 to 32
 # How far two vocabulary sizes may differ and still be one vocabulary, padded for two machines (152064 and 152576).
 _MAX_PADDING = 1024
 
@@ -50,7 +51,7 @@ class DrafterConfig:
     def read(cls, raw: Mapping[str, Any]) -> "DrafterConfig":
         """Read the JSON of config.json. Raises UnsupportedModel or DamagedFile, naming the field."""
         architectures = raw.get("architectures") or []
-        if not any(name in ARCHITECTURES for name in architectures):
+        if not isinstance(architectures, list) or not any(name in ARCHITECTURES for name in architectures):
             raise UnsupportedModel(
                 f"architectures {architectures!r} is not a drafter that is supported: {', '.join(ARCHITECTURES)} is",
                 param="architectures",
@@ -71,7 +72,7 @@ class DrafterConfig:
             num_kv_heads=kv_heads,
             head_dim=head_dim,
             vocab_size=fields.size("vocab_size"),
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position=fields.size("max_position_embeddings", 32768),
@@ -102,8 +103,8 @@ class DrafterConfig:
             problem = f"mask_token_id {self.mask_token_id}, the target's vocabulary has {vocab_size} tokens"
         if problem:
             raise DrafterMismatch(f"the drafter does not fit this target: it has {problem}; name its own drafter")
-        if self.block_size < 2:
-            raise UnsupportedModel(f"block_size {self.block_size} proposes nothing: it must be at least 2")
+        if not 2 <= self.block_size <= MAX_BLOCK:
+            raise UnsupportedModel(f"block_size {self.block_size} is not supported: it must be from 2 to {MAX_BLOCK}")
 
 
 def _attention_kinds(fields: Fields, layers: int) -> tuple[tuple[int | None, ...], tuple[bool, ...]]:
@@ -113,6 +114,8 @@ def _attention_kinds(fields: Fields, layers: int) -> tuple[tuple[int | None, ...
         use = fields.flag("use_sliding_window") and fields.has("sliding_window")
         first = fields.integer("max_window_layers", layers) if use else layers
         kinds = ["sliding_attention" if i >= first else "full_attention" for i in range(layers)]
+    if not isinstance(kinds, list) or not all(isinstance(kind, str) for kind in kinds):
+        raise DamagedFile(f"layer_types of the drafter must be a list of names, not {kinds!r}", param="layer_types")
     if len(kinds) != layers:
         raise DamagedFile(f"layer_types names {len(kinds)} layers, num_hidden_layers {layers}: fetch the drafter again")
     unknown = sorted(set(kinds) - {"full_attention", "sliding_attention"})

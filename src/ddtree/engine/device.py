@@ -1,5 +1,7 @@
 """Which device and which dtype a run gets."""
 
+import re
+
 import torch
 
 from ddtree.errors import InvalidOption
@@ -9,16 +11,14 @@ def choose_device(name: str) -> torch.device:
     """auto: the first GPU that torch can use, else the CPU. Raises InvalidOption for what is not there."""
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError as error:
-        raise InvalidOption(f"device {name!r} is unknown: choose auto, cpu, cuda or cuda:N", param="device") from error
-    if device.type not in ("cpu", "cuda"):
+    if not re.fullmatch(r"cpu|cuda(:\d{1,4})?", name):
         raise InvalidOption(f"device {name!r} is not supported: choose auto, cpu, cuda or cuda:N", param="device")
-    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
-        found = torch.cuda.device_count()
+    if name == "cpu":
+        return torch.device(name)
+    index, found = int(name.partition(":")[2] or 0), torch.cuda.device_count()
+    if index >= found:
         raise InvalidOption(f"device {name!r} is not there: torch sees {found} GPUs; choose cpu", param="device")
-    return device
+    return torch.device("cuda", index)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -12,6 +12,7 @@ from ddtree.engine.modes import MODES
 from ddtree.engine.observer import Observer
 from ddtree.engine.round import Batch, Verdict, round_depth, run_round
 from ddtree.engine.sampling import Sampler
+from ddtree.errors import DamagedFile
 from ddtree.layers import KVCache
 from ddtree.target import Target
 from ddtree.tree import RoundState
@@ -137,6 +138,11 @@ class Session:
             if batch.drafter is not None and batch.drafter_cache is not None:
                 batch.drafter.append(batch.drafter_cache.sequence(index), features, position)
             position += chunk.shape[1]
+        if bool(logits.isnan().any()):
+            raise DamagedFile(
+                "the model's logits are not numbers: its weights or its configuration are damaged, or overflow in this"
+                " dtype; fetch the model again, or try float32"
+            )
         # The last prompt token stands one before the root's position and chooses the root.
         first = int(batch.sampler.choose_one(index, logits[0], int(position)))
         state.tokens[index, 0] = first

@@ -16,7 +16,7 @@ def read_config(folder: Path, name: str = "config.json") -> dict[str, Any]:
         raise ModelNotFound(f"{path} does not exist: name a folder in Hugging Face format")
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} is not valid JSON ({error}): fetch it again") from error
     if not isinstance(raw, dict):
         raise DamagedFile(f"{path} must hold a JSON object: fetch it again")
@@ -55,6 +55,13 @@ class Fields:
             raise self._wrong(name, value, "a number")
         return float(value)
 
+    def positive(self, name: str, default: float | None = None) -> float:
+        """A finite number above 0."""
+        value = self.number(name, default)
+        if value <= 0:
+            raise self._wrong(name, value, "above 0")
+        return value
+
     def integers(self, name: str) -> tuple[int, ...]:
         """A list of whole numbers."""
         value = self._get(name, None)
@@ -92,7 +99,7 @@ class Fields:
         if not isinstance(nested, Mapping):
             raise self._wrong("rope_parameters", nested, "an object")
         both = Fields({"rope_theta": self.raw.get("rope_theta"), **nested}, self.of)
-        return both.number("rope_theta", 10000.0), nested
+        return both.positive("rope_theta", 10000.0), nested
 
     def _get(self, name: str, default: Any) -> Any:
         value = self.raw.get(name)

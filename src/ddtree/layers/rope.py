@@ -45,7 +45,7 @@ def _scale(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     if kind == "default":
         return inv_freq
     if kind == "linear":
-        return inv_freq / Fields(scaling, "rope_parameters").number("factor")
+        return inv_freq / Fields(scaling, "rope_parameters").positive("factor")
     if kind == "llama3":
         return _llama3(inv_freq, scaling)
     raise UnsupportedModel(
@@ -56,8 +56,8 @@ def _scale(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
 def _llama3(inv_freq: Tensor, scaling: Mapping[str, Any]) -> Tensor:
     """Llama 3.1's scaling: long wavelengths are divided by `factor`, short ones kept, those between blended."""
     fields = Fields(scaling, "rope_parameters")
-    factor, context = fields.number("factor"), fields.number("original_max_position_embeddings")
-    low, high = fields.number("low_freq_factor"), fields.number("high_freq_factor")
+    factor, context = fields.positive("factor"), fields.positive("original_max_position_embeddings")
+    low, high = fields.positive("low_freq_factor"), fields.positive("high_freq_factor")
     wavelength = 2 * math.pi / inv_freq
     blend = ((context / wavelength - low) / (high - low)).clamp(0.0, 1.0)
     return (1 - blend) * inv_freq / factor + blend * inv_freq

@@ -35,6 +35,11 @@ class Weights:
             raise DamagedFile(
                 f"weight {name!r} in {self._folder} has shape {tuple(tensor.shape)}, config.json asks for {shape}"
             )
+        if not tensor.is_floating_point():
+            raise DamagedFile(
+                f"weight {name!r} in {self._folder} is {tensor.dtype}: quantised folders are not supported, name the"
+                " model in bfloat16, float16 or float32"
+            )
         return tensor.to(self._device, self._dtype)
 
 

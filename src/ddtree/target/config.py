@@ -49,7 +49,7 @@ class LlamaConfig:
             num_heads=heads,
             num_kv_heads=kv_heads,
             head_dim=head_dim,
-            rms_norm_eps=fields.number("rms_norm_eps", 1e-6),
+            rms_norm_eps=fields.positive("rms_norm_eps", 1e-6),
             rope_theta=theta,
             rope_scaling=scaling,
             max_position=fields.size("max_position_embeddings", 2048),

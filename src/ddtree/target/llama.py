@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
-from ddtree.layers.fields import read_config
+from ddtree.layers.fields import Fields, read_config
 from ddtree.layers.weights import Weights, open_weights
 from ddtree.target.base import TargetSpec
 from ddtree.target.config import LlamaConfig
@@ -175,7 +175,8 @@ def _end_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:
     """End-of-sequence ids, from generation_config.json where there is one, else config.json."""
     if (folder / "generation_config.json").is_file():
         raw = raw | read_config(folder, "generation_config.json")
-    ends = raw.get("eos_token_id")
-    if ends is None:
+    fields = Fields(raw, "the model")
+    if not fields.has("eos_token_id"):
         return ()
-    return tuple(int(i) for i in ends) if isinstance(ends, list) else (int(ends),)
+    many = isinstance(raw["eos_token_id"], list)
+    return fields.integers("eos_token_id") if many else (fields.integer("eos_token_id"),)
