@@ -7,11 +7,13 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from tiny_gguf import SPECIAL, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ddtree.errors import DamagedFile, UnsupportedModel
+from ddtree.errors import DamagedFile, DDTreeError, UnsupportedModel
 from ddtree.models import convert, resolve_model
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -126,12 +128,21 @@ def test_a_damaged_conversion_is_made_again(gguf_path: Path) -> None:
     assert weights.read_bytes() == whole
 
 
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_damaged_tokenizer_is_made_again(gguf_path: Path, name: str) -> None:
+    folder = resolve_model(str(gguf_path))
+    whole = (folder / name).read_bytes()
+    (folder / name).write_bytes(b"")
+    assert resolve_model(str(gguf_path)) == folder
+    assert (folder / name).read_bytes() == whole
+
+
 @pytest.mark.parametrize("kept", [0, 3, 20, 100, 2000, -200_000, -10])
 def test_a_file_that_is_cut_short(gguf_path: Path, empty_cache: Path, kept: int) -> None:
     gguf_path.write_bytes(gguf_path.read_bytes()[:kept])
     with pytest.raises(DamagedFile, match=r"tiny model\.gguf .* cut short or damaged; download or copy it again"):
         resolve_model(str(gguf_path))
-    assert [path.name[0] for path in (empty_cache / "models").iterdir()] == ["."]  # the lock
+    assert not empty_cache.exists()  # nothing is left behind, not even a lock
 
 
 def test_a_file_of_junk(tmp_path: Path) -> None:
@@ -139,6 +150,76 @@ def test_a_file_of_junk(tmp_path: Path) -> None:
     path.write_bytes(b"GGUF\3\0\0\0" + b"\xff" * 4000)
     with pytest.raises(DamagedFile, match="impossible counts"):
         resolve_model(str(path))
+
+
+def text(key: str) -> Change:
+    return lambda writer: writer.add_string(key, "x")
+
+
+UNSOUND: list[tuple[str, Change]] = [
+    ("TypeError", lambda writer: writer.add_array("llama.attention.key_length", [16, 16])),
+    ("TypeError", lambda writer: writer.add_array("llama.rope.freq_base", [1.0])),
+    ("ValueError", text("llama.rope.scaling.factor")),
+    ("ValueError", text("llama.rope.dimension_count")),
+    ("ValueError", text("split.count")),
+    ("TypeError", lambda writer: writer.add_array("split.count", [1])),
+    ("TypeError", text("tokenizer.ggml.bos_token_id")),
+    ("ValueError", text("tokenizer.ggml.eos_token_id")),
+    ("ZeroDivisionError", lambda writer: writer.add_head_count(0)),
+    ("lacks the tensors of its 4000000000 layers", lambda writer: writer.add_block_count(4_000_000_000)),
+]
+
+
+def replacing(change: Change) -> Change:
+    """Let `change` give values to keys that have one already."""
+
+    def changed(writer: gguf.GGUFWriter) -> None:
+        fresh = gguf.GGUFWriter(None, "llama")
+        fresh.kv_data[0].clear()
+        change(fresh)
+        writer.kv_data[0].update(fresh.kv_data[0])
+
+    return changed
+
+
+@pytest.mark.parametrize(("what", "change"), UNSOUND, ids=range(len(UNSOUND)))
+def test_values_that_cannot_be(tmp_path: Path, empty_cache: Path, what: str, change: Change) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama(), change=replacing(change))
+    with pytest.raises(DamagedFile, match=rf"tiny\.gguf .*{what}.* download or convert (it|the file) again"):
+        resolve_model(str(path))
+    assert not empty_cache.exists()
+
+
+def test_weights_that_cannot_be_read(gguf_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gguf.quants, "dequantize", lambda data, kind: np.zeros(7))
+    with pytest.raises(DamagedFile, match=r"tiny model\.gguf cannot be converted \(ValueError"):
+        resolve_model(str(gguf_path))
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ImportError, MemoryError])
+def test_what_is_no_fault_of_the_file(
+    gguf_path: Path, monkeypatch: pytest.MonkeyPatch, error: type[BaseException]
+) -> None:
+    def broken(file: object) -> None:
+        raise error
+
+    monkeypatch.setattr(convert, "tokenizer_files", broken)
+    with pytest.raises(error):
+        resolve_model(str(gguf_path))
+
+
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), SafetensorError("No space left on device")])
+def test_a_full_disk_is_no_damaged_file(
+    gguf_path: Path, empty_cache: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def full(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(safetensors.torch, "save_file", full)
+    with pytest.raises(DDTreeError, match=r"could not be prepared .*No space left on device.* Free space") as caught:
+        resolve_model(str(gguf_path))
+    assert not isinstance(caught.value, DamagedFile)
+    assert [path.suffix for path in (empty_cache / "models").iterdir()] == [".lock"]
 
 
 def test_a_lacking_tensor(tmp_path: Path) -> None:

@@ -61,6 +61,15 @@ def test_unknown_names_are_told_what_there_is(name: str) -> None:
         resolve_model(name)
 
 
+@pytest.mark.parametrize("name", ["x" * 5000, "org/" + "x" * 5000, "/" + "x" * 5000])
+def test_long_names_are_shortened(name: str) -> None:
+    for resolve in (resolve_model, lambda name: resolve_drafter("auto", name), lambda name: resolve_drafter(name, "m")):
+        with pytest.raises(ModelNotFound, match="xxx…") as error:
+            resolve(name)
+        assert len(str(error.value)) < 400
+        assert "x" * 81 not in str(error.value)
+
+
 def test_a_file_of_another_kind(tmp_path: Path) -> None:
     (tmp_path / "model.bin").write_bytes(b"x")
     with pytest.raises(ModelNotFound, match=r"not a \.gguf file"):
@@ -113,11 +122,25 @@ def test_damaged_weights(hf_folder: Path, damage) -> None:
         resolve_model(str(hf_folder))
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{"])
+@pytest.mark.parametrize("text", ["", "[]", "{", "[" * 100_000], ids=range(4))
 def test_damaged_config(hf_folder: Path, text: str) -> None:
     (hf_folder / "config.json").write_text(text)
     with pytest.raises(DamagedFile, match=r"config\.json"):
         resolve_model(str(hf_folder))
+
+
+def test_a_weights_header_of_many_brackets(hf_folder: Path) -> None:
+    (hf_folder / "model.safetensors").write_bytes((100_000).to_bytes(8, "little") + b"[" * 100_000)
+    with pytest.raises(DamagedFile, match=r"model\.safetensors is damaged"):
+        resolve_model(str(hf_folder))
+
+
+def test_a_converted_model_that_is_damaged(gguf_path: Path) -> None:
+    folder = resolve_model(str(gguf_path))
+    (folder / "tokenizer.json").write_text("")
+    with pytest.raises(DamagedFile, match=r"is damaged, or .* pass the \.gguf file"):
+        resolve_model(folder.name)
+    assert resolve_model(str(gguf_path)) == folder == resolve_model(folder.name)
 
 
 def test_damaged_index(hf_folder: Path) -> None:

@@ -1,5 +1,6 @@
 """The cache: whole folders or none, one maker at a time, nothing left behind."""
 
+import json
 import os
 import signal
 import subprocess
@@ -7,12 +8,13 @@ import sys
 import textwrap
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from tiny_gguf import tiny_llama
 
-from ddtree.errors import DownloadFailed
+from ddtree.errors import DDTreeError, DownloadFailed
 from ddtree.models import cache_dir, store
 
 MANIFEST = store.Manifest("tiny", "a test", "none", "0", "ddtree 0")
@@ -48,7 +50,9 @@ def test_made_once(empty_cache: Path) -> None:
     folder = store.prepare("tiny", counting)
     assert store.prepare("tiny", counting) == folder == empty_cache / "models" / "tiny"
     assert len(calls) == 1
-    assert store.read_manifest(folder) == MANIFEST
+    sizes = {file.name: file.stat().st_size for file in folder.iterdir() if file.name != store.MANIFEST}
+    assert store.read_manifest(folder) == replace(MANIFEST, files=sizes)
+    assert {"config.json", "model.safetensors", "tokenizer.json"} <= sizes.keys()
     assert names(empty_cache) == {"tiny", ".tiny.lock"}
 
 
@@ -74,11 +78,38 @@ def test_what_is_not_whole_is_made_again(empty_cache: Path, lost: str) -> None:
     assert not (folder / "extra").exists()
 
 
+@pytest.mark.parametrize("cut", ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"])
+def test_what_changed_its_size_is_made_again(empty_cache: Path, cut: str) -> None:
+    file = store.prepare("tiny", make) / cut
+    whole = file.read_bytes()
+    for damaged in (b"", whole + b"\n"):
+        file.write_bytes(damaged)
+        assert not store.is_whole(file.parent)
+        store.prepare("tiny", make)
+        assert file.read_bytes() == whole
+
+
+@pytest.mark.parametrize("files", [3, None, {"gone": 1}, {"config.json": "1"}])
+def test_a_manifest_of_other_sizes(empty_cache: Path, files: object) -> None:
+    folder = store.prepare("tiny", make)
+    manifest = json.loads((folder / store.MANIFEST).read_text())
+    (folder / store.MANIFEST).write_text(json.dumps(manifest | {"files": files}))
+    assert not store.is_whole(folder)
+
+
+def test_the_home_of_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDTREE_CACHE", "~nobodyx/z")
+    with pytest.raises(DDTreeError, match=r"DDTREE_CACHE is '~nobodyx/z'.* set it to another folder"):
+        cache_dir()
+
+
 def test_another_format_is_made_again(empty_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = store.prepare("tiny", make)
     monkeypatch.setattr(store, "FORMAT", store.FORMAT + 1)
     assert not store.is_whole(folder)
     (folder / store.MANIFEST).write_text('{"unknown": 1}')
+    assert store.read_manifest(folder) is None
+    (folder / store.MANIFEST).write_text("[" * 100_000)
     assert store.read_manifest(folder) is None
 
 

@@ -8,7 +8,7 @@ import pytest
 from tiny_gguf import BYTES, SPECIAL, TEMPLATE, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
-from ddtree.errors import UnsupportedModel
+from ddtree.errors import DamagedFile, UnsupportedModel
 from ddtree.models import resolve_model
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
@@ -126,6 +126,40 @@ def test_sentencepiece(tmp_path: Path) -> None:
 def test_refused_by_name(tmp_path: Path, what: str, change: Callable[[gguf.GGUFWriter], None]) -> None:
     with pytest.raises(UnsupportedModel, match=f"{what} is not supported"):
         tokenizer_of(tmp_path, change)
+
+
+Changing = Callable[[gguf.GGUFWriter], object]
+CHAT = "tokenizer.chat_template"
+
+
+def without(key: str) -> Changing:
+    return lambda writer: writer.kv_data[0].pop(f"tokenizer.ggml.{key}")
+
+
+UNSOUND: list[tuple[str, Callable[[gguf.GGUFWriter], None], Changing]] = [
+    ("lacks the value tokenizer.ggml.tokens", byte_level_tokenizer, without("tokens")),
+    ("lacks the value tokenizer.ggml.tokens", sentencepiece, without("tokens")),
+    ("not a list of texts", byte_level_tokenizer, lambda writer: writer.add_array("tokenizer.ggml.tokens", [1, 2])),
+    ("the merge 'zz' is not of two tokens", byte_level_tokenizer, lambda writer: writer.add_token_merges(["zz"])),
+    ("the merge 'h ' is not", byte_level_tokenizer, lambda writer: writer.add_token_merges(["h "])),
+    ("out of vocabulary", byte_level_tokenizer, lambda writer: writer.add_token_merges(["q q"])),
+    ("IndexError", sentencepiece, lambda writer: writer.add_token_scores([1.0])),
+    ("chat_template is not a text", byte_level_tokenizer, lambda writer: writer.add_uint32(CHAT, 0)),
+    ("chat_template is not a text", byte_level_tokenizer, lambda writer: writer.add_array(CHAT, [1, 2])),
+]
+
+
+@pytest.mark.parametrize(("what", "writing", "change"), UNSOUND, ids=range(len(UNSOUND)))
+def test_unsound_tokenizers(
+    tmp_path: Path, what: str, writing: Callable[[gguf.GGUFWriter], None], change: Changing
+) -> None:
+    def changed(writer: gguf.GGUFWriter) -> None:
+        writing(writer)
+        change(writer)
+
+    tokens = len(TOKENS) if writing is byte_level_tokenizer else len(PIECES + WORDS)
+    with pytest.raises(DamagedFile, match=rf"tiny\.gguf .*{what}.* download or convert"):
+        tokenizer_of(tmp_path, changed, tokens)
 
 
 def test_no_end_is_refused(tmp_path: Path) -> None:

@@ -5,19 +5,32 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ddtree.errors import DamagedFile
+from ddtree.errors import DamagedFile, DDTreeError
 from ddtree.models import store
 from ddtree.models.folder import INDEX
 from ddtree.models.gguf_file import GGUF, Place, check_tensors, end_tokens, layout, model_config, read_gguf
-from ddtree.models.gguf_tokenizer import save_tokenizer
+from ddtree.models.gguf_tokenizer import tokenizer_files
+from ddtree.models.wording import brief
 
 if TYPE_CHECKING:
     from torch import Tensor
 
 SHARD_BYTES = 2_000_000_000  # of weights per safetensors file, which is what must fit in memory at once
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All of a sound GGUF file but its weights, in Hugging Face format."""
+
+    file: GGUF
+    places: dict[str, Place]  # by the tensor's name in the GGUF file
+    texts: dict[str, str]  # name -> content of every file but the weights'
+    licence: str  # that the file states
 
 
 def cached(path: Path) -> Path:
@@ -33,9 +46,13 @@ def cached(path: Path) -> Path:
         raise DamagedFile(f"{path} cannot be read: {error}") from error
     name = f"{re.sub(r'[^A-Za-z0-9._-]+', '-', path.stem).lstrip('.-')}-{digest[:12]}"
 
+    if store.is_whole(store.models_dir() / name):
+        return store.models_dir() / name
+    plan = read_plan(path)  # before the cache is touched: a damaged file leaves nothing there, not even a lock
+
     def make(_: Path, out: Path) -> store.Manifest:
-        licence = convert(path, out, label=path.name)
-        return manifest(name, f"converted from {path}", licence, digest)
+        write_model(plan, out, label=path.name)
+        return manifest(name, f"converted from {path}", plan.licence, digest)
 
     return store.prepare(name, make)
 
@@ -47,22 +64,46 @@ def manifest(name: str, source: str, licence: str, sha256: str) -> store.Manifes
     return store.Manifest(name, source, licence, sha256, f"ddtree {__version__}")
 
 
-def convert(path: Path, out: Path, *, label: str) -> str:
-    """Convert one GGUF file into the empty folder `out`, with a progress bar, and return the licence it states."""
-    file = read_gguf(path)
-    config = model_config(file)
-    places = layout(config)
-    check_tensors(file, places)
-    save_tokenizer(file, out)
-    _write_json(out / "config.json", config)
-    ends = end_tokens(file)
-    generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ends[0] if len(ends) == 1 else ends}
-    _write_json(out / "generation_config.json", generation)
-    _save_weights(file, places, out, label)
-    return str(file.meta.get("general.license", "not stated"))
+def read_plan(path: Path) -> Plan:
+    """Read and check one GGUF file; writes nothing. Raises DamagedFile or UnsupportedModel."""
+    with _reading(path):
+        file = read_gguf(path)
+        config = model_config(file)
+        places = layout(config)
+        check_tensors(file, places)
+        ends = end_tokens(file)
+        generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": ends[0] if len(ends) == 1 else ends}
+        texts = tokenizer_files(file)
+        texts |= {"config.json": _json(config), "generation_config.json": _json(generation)}
+        return Plan(file, places, texts, str(file.meta.get("general.license", "not stated")))
+
+
+def write_model(plan: Plan, out: Path, *, label: str) -> None:
+    """Write the model into the empty folder `out`, with a progress bar. Raises OSError where that cannot be done."""
+    for name, text in plan.texts.items():
+        (out / name).write_text(text, encoding="utf-8", newline="")
+    _save_weights(plan.file, plan.places, out, label)
+
+
+@contextmanager
+def _reading(path: Path) -> Iterator[None]:
+    """Around reading only, where any error comes of what the file holds: a value may be of every type and size.
+
+    Broad because `tokenizers` raises bare Exceptions. What is no fault of the file goes through.
+    """
+    try:
+        yield
+    except (DDTreeError, ImportError, MemoryError):
+        raise
+    except Exception as error:
+        reason = brief(" ".join(f"{type(error).__name__}: {error}".split()), 200)
+        raise DamagedFile(
+            f"{path} cannot be converted ({reason}): it is damaged or was written wrongly; download or convert it again"
+        ) from error
 
 
 def _save_weights(file: GGUF, places: dict[str, Place], out: Path, label: str) -> None:
+    from safetensors import SafetensorError
     from safetensors.torch import save_file
     from tqdm import tqdm
 
@@ -76,12 +117,14 @@ def _save_weights(file: GGUF, places: dict[str, Place], out: Path, label: str) -
             for source in shard:
                 weights[places[source].name] = _dequantise(file, source, places[source])
                 bar.update()
-            save_file(weights, out / name, metadata={"format": "pt"})
+            try:
+                save_file(weights, out / name, metadata={"format": "pt"})
+            except SafetensorError as error:  # which it makes of a full disk as well
+                raise OSError(str(error)) from error
             weight_map |= dict.fromkeys(weights, name)
     if many:
-        _write_json(
-            out / INDEX, {"metadata": {"total_size": sum(map(_bytes, places.values()))}, "weight_map": weight_map}
-        )
+        index = {"metadata": {"total_size": sum(map(_bytes, places.values()))}, "weight_map": weight_map}
+        (out / INDEX).write_text(_json(index), encoding="utf-8")
 
 
 def _shards(places: dict[str, Place]) -> Iterator[list[str]]:
@@ -108,11 +151,12 @@ def _dequantise(file: GGUF, name: str, place: Place) -> "Tensor":
     from gguf.quants import dequantize
 
     tensor = file.tensors[name]
-    try:
-        values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32)
-    except NotImplementedError as error:
-        raise file.refuse(f"the quantisation {tensor.tensor_type.name} (of {name})") from error
-    weight = torch.from_numpy(values).reshape(place.shape)
+    with _reading(file.path):
+        try:
+            values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32).reshape(place.shape)
+        except NotImplementedError as error:
+            raise file.refuse(f"the quantisation {tensor.tensor_type.name} (of {name})") from error
+    weight = torch.from_numpy(values)
     if place.heads:
         # GGUF pairs rotary dimension 2i with 2i+1, Hugging Face pairs i with i + half: put the halves back together
         half = place.shape[0] // place.heads // 2
@@ -120,5 +164,5 @@ def _dequantise(file: GGUF, name: str, place: Place) -> "Tensor":
     return weight.to(torch.bfloat16).contiguous()
 
 
-def _write_json(path: Path, value: dict[str, Any]) -> None:
-    path.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
+def _json(value: dict[str, Any]) -> str:
+    return json.dumps(value, indent=2) + "\n"

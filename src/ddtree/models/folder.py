@@ -53,7 +53,7 @@ def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file. Raises DamagedFile when it is something else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise DamagedFile(f"{path} cannot be read as JSON ({error}): copy or download it again") from error
     if not isinstance(value, dict):
         raise DamagedFile(f"{path} should hold a JSON object: copy or download it again")
@@ -75,6 +75,6 @@ def check_safetensors(path: Path) -> None:
             raise ValueError(f"it has {size} bytes, its header asks for {expected}")
     except FileNotFoundError as error:
         raise DamagedFile(f"{path} is missing, though the index names it: copy or download it again") from error
-    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError) as error:
         reason = str(error) if isinstance(error, (OSError, ValueError)) else "its header is not sound"
         raise DamagedFile(f"{path} is damaged ({reason}): copy or download it again") from error

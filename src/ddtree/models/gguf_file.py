@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddtree.errors import DamagedFile, UnsupportedModel
+from ddtree.models.wording import brief
 
 if TYPE_CHECKING:
     from gguf import ReaderTensor
@@ -33,8 +34,12 @@ class GGUF:
         """As `get`, for values without which there is no model."""
         value = self.get(key)
         if value is None:
-            raise DamagedFile(f"{self.path} lacks the value {ARCHITECTURE}.{key}: download or convert the file again")
+            raise self.lacks(f"the value {ARCHITECTURE}.{key}")
         return value
+
+    def lacks(self, what: str) -> DamagedFile:
+        """The error for something without which there is no model."""
+        return DamagedFile(f"{self.path} lacks {what}: download or convert the file again")
 
     def refuse(self, what: str) -> UnsupportedModel:
         """The error for something sound that is not implemented here."""
@@ -69,7 +74,9 @@ def read_gguf(path: Path) -> GGUF:
     if int(meta.get("split.count", 1)) > 1:
         raise file.refuse("a model split over several .gguf files")
     if meta.get("general.architecture") != ARCHITECTURE:
-        raise file.refuse(f"the architecture {meta.get('general.architecture')!r} (only 'llama' can be converted)")
+        raise file.refuse(
+            f"the architecture {brief(repr(meta.get('general.architecture')))} (only 'llama' can be converted)"
+        )
     return file
 
 
@@ -88,9 +95,11 @@ def model_config(file: GGUF) -> dict[str, Any]:
         raise file.refuse("a mixture of experts")
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise DamagedFile(f"{file.path} lacks the tensor token_embd.weight: download or convert the file again")
+        raise file.lacks("the tensor token_embd.weight")
     hidden, heads = int(file.need("embedding_length")), int(file.need("attention.head_count"))
-    head_dim = int(file.get("attention.key_length", hidden // heads))
+    head_dim, layers = int(file.get("attention.key_length", hidden // heads)), int(file.need("block_count"))
+    if layers > len(file.tensors):  # said here, for the layout would fill the memory with a damaged count's layers
+        raise file.lacks(f"the tensors of its {layers} layers")
     if int(file.get("rope.dimension_count", head_dim)) != head_dim:
         raise file.refuse("rotary embedding over a part of the head")
     rope = rope_parameters(file, head_dim)
@@ -109,7 +118,7 @@ def model_config(file: GGUF) -> dict[str, Any]:
         "max_position_embeddings": int(file.need("context_length")),
         "mlp_bias": False,
         "num_attention_heads": heads,
-        "num_hidden_layers": int(file.need("block_count")),
+        "num_hidden_layers": layers,
         "num_key_value_heads": int(file.get("attention.head_count_kv", heads)),
         "pad_token_id": file.meta.get("tokenizer.ggml.padding_token_id"),
         # stored as a 32-bit float: 9.999999747378752e-06 was 1e-05
@@ -138,7 +147,7 @@ def rope_parameters(file: GGUF, head_dim: int) -> dict[str, Any]:
     kind = file.get("rope.scaling.type", "none")
     factor = float(file.get("rope.scaling.factor", file.get("rope.scale_linear", 1.0)))
     if kind not in ("none", "linear"):
-        raise file.refuse(f"rope scaling of type {kind!r}")
+        raise file.refuse(f"rope scaling of type {brief(repr(kind))}")
     if ROPE_FACTORS in file.tensors:
         return _llama3_parameters(file, theta, head_dim)
     if factor not in (0.0, 1.0):
@@ -207,7 +216,7 @@ def check_tensors(file: GGUF, places: dict[str, Place]) -> None:
     """Raise unless the file holds exactly these tensors in these shapes (and perhaps the rope factors)."""
     missing = [name for name in places if name not in file.tensors]
     if missing:
-        raise DamagedFile(f"{file.path} lacks the tensor {missing[0]}: download or convert the file again")
+        raise file.lacks(f"the tensor {missing[0]}")
     unknown = [name for name in file.tensors if name not in places and name != ROPE_FACTORS]
     if unknown:
         raise file.refuse(f"the tensor {unknown[0]}")

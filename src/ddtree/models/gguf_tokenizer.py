@@ -6,10 +6,10 @@ pre-tokenizer called `smollm` and falls back to GPT-2's, which gives other token
 """
 
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ddtree.models.gguf_file import GGUF
+from ddtree.models.wording import brief
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -24,18 +24,20 @@ WORDS = (
 )
 
 
-def save_tokenizer(file: GGUF, out: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and the chat template. Raises UnsupportedModel."""
+def tokenizer_files(file: GGUF) -> dict[str, str]:
+    """Name -> text of tokenizer.json, tokenizer_config.json and, where there is one, the chat template.
+
+    Writes nothing. Raises UnsupportedModel or DamagedFile, and what comes of values of other types than they should be.
+    """
     model = file.meta.get("tokenizer.ggml.model")
     if model == "gpt2":
         tokenizer = _byte_level(file)
     elif model == "llama":
         tokenizer = _sentencepiece(file)
     else:
-        raise file.refuse(f"the tokenizer {model!r}")
+        raise file.refuse(f"the tokenizer {brief(repr(model))}")
     _add_special(tokenizer, file)
     _add_bos(tokenizer, file, default=model == "llama" or file.meta.get("tokenizer.ggml.pre") in LLAMA3_PRE)
-    tokenizer.save(str(out / "tokenizer.json"))
     # the class that takes tokenizer.json as it is; the one of the model type would build its own pre-tokenizer
     config: dict[str, Any] = {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -46,17 +48,29 @@ def save_tokenizer(file: GGUF, out: Path) -> None:
         token = _token(file, key)
         if token is not None:
             config[f"{role}_token"] = token
-    (out / "tokenizer_config.json").write_text(
-        json.dumps(config, indent=1, ensure_ascii=False) + "\n", encoding="utf-8"
-    )
-    template = file.meta.get("tokenizer.chat_template")
-    if template:
-        (out / "chat_template.jinja").write_text(template, encoding="utf-8", newline="")
+    files = {
+        "tokenizer.json": tokenizer.to_str(pretty=True),
+        "tokenizer_config.json": json.dumps(config, indent=1, ensure_ascii=False) + "\n",
+    }
+    template = file.meta.get("tokenizer.chat_template", "")
+    if not isinstance(template, str):
+        raise TypeError("tokenizer.chat_template is not a text")
+    return files | {"chat_template.jinja": template} if template else files
+
+
+def _tokens(file: GGUF) -> list[str]:
+    """The vocabulary, by id."""
+    tokens = file.meta.get("tokenizer.ggml.tokens")
+    if tokens is None:
+        raise file.lacks("the value tokenizer.ggml.tokens")
+    if not isinstance(tokens, list) or not all(isinstance(token, str) for token in tokens):
+        raise TypeError("tokenizer.ggml.tokens is not a list of texts")
+    return tokens
 
 
 def _token(file: GGUF, key: str) -> str | None:
     number = file.meta.get(f"tokenizer.ggml.{key}_token_id")
-    tokens = file.meta["tokenizer.ggml.tokens"]
+    tokens = _tokens(file)
     return tokens[number] if number is not None and 0 <= number < len(tokens) else None
 
 
@@ -64,13 +78,19 @@ def _byte_level(file: GGUF) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models
 
     pre = file.meta.get("tokenizer.ggml.pre", "gpt-2")
-    vocab = {token: number for number, token in enumerate(file.meta["tokenizer.ggml.tokens"])}
-    first_second = (merge.split(" ") for merge in file.meta.get("tokenizer.ggml.merges", []))
-    merges = [(pair[0], pair[1]) for pair in first_second]
+    vocab = {token: number for number, token in enumerate(_tokens(file))}
+    merges = [_pair(merge) for merge in file.meta.get("tokenizer.ggml.merges", [])]
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre in LLAMA3_PRE))
     tokenizer.pre_tokenizer = _pre_tokenizer(file, pre)
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
+
+
+def _pair(merge: str) -> tuple[str, str]:
+    first, blank, second = merge.partition(" ")
+    if not (first and blank and second):
+        raise ValueError(f"the merge {brief(repr(merge))} is not of two tokens")
+    return first, second
 
 
 def _pre_tokenizer(file: GGUF, pre: str) -> Any:
@@ -86,13 +106,13 @@ def _pre_tokenizer(file: GGUF, pre: str) -> Any:
         words = WORDS.format(digits=r"\p{N}" if pre == "qwen2" else r"\p{N}{1,3}")
         split = pre_tokenizers.Split(Regex(words), behavior="isolated")
         return pre_tokenizers.Sequence([split, pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise file.refuse(f"the pre-tokenizer {pre!r}")
+    raise file.refuse(f"the pre-tokenizer {brief(repr(pre))}")
 
 
 def _sentencepiece(file: GGUF) -> "Tokenizer":
     from tokenizers import Tokenizer, decoders, models, normalizers
 
-    tokens = file.meta["tokenizer.ggml.tokens"]
+    tokens = _tokens(file)
     vocab = {token: number for number, token in enumerate(tokens)}
     merges = _merges_from_scores(vocab, file.meta.get("tokenizer.ggml.scores") or [0.0] * len(tokens))
     unknown = _token(file, "unknown")
@@ -122,7 +142,7 @@ def _add_special(tokenizer: "Tokenizer", file: GGUF) -> None:
     from tokenizers import AddedToken
 
     kinds = file.meta.get("tokenizer.ggml.token_type", [])
-    for token, kind in zip(file.meta["tokenizer.ggml.tokens"], kinds, strict=False):
+    for token, kind in zip(_tokens(file), kinds, strict=False):
         if kind == CONTROL:
             tokenizer.add_special_tokens([AddedToken(token, normalized=False, special=True)])
         elif kind == USER_DEFINED:

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from ddtree.errors import DDTreeError, DownloadFailed, ModelNotFound
+from ddtree.models.wording import brief
 
 WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
 UNWANTED = ("*/*", "consolidated*")  # folders with other formats; the same weights a second time
@@ -26,6 +27,7 @@ def explain(error: Exception, repo_id: str, param: str) -> DDTreeError:
     """The error of a hub call as one that names the repository and the remedy."""
     from huggingface_hub import errors
 
+    repo_id = brief(repo_id)
     if isinstance(error, errors.GatedRepoError):
         return ModelNotFound(
             f"the hub repository {repo_id} is gated: ask for access on its page, then set HF_TOKEN", param=param
@@ -42,7 +44,7 @@ def explain(error: Exception, repo_id: str, param: str) -> DDTreeError:
             "Check the network and HF_HUB_OFFLINE, or give a local folder",
             param=param,
         )
-    reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+    reason = brief((str(error).strip() or type(error).__name__).splitlines()[0], 300)
     return DownloadFailed(
         f"the hub repository {repo_id} could not be downloaded ({reason}). "
         "Run the command again: what has arrived is kept",

@@ -5,9 +5,10 @@ from importlib.resources import files
 from pathlib import Path
 
 from ddtree.config import EMBEDDED
-from ddtree.errors import ModelNotFound, UnsupportedModel
+from ddtree.errors import DamagedFile, ModelNotFound, UnsupportedModel
 from ddtree.models import convert, hub, store, wheel
 from ddtree.models.folder import check_folder
+from ddtree.models.wording import brief
 
 BUNDLED_DRAFTER = "smollm2-135m-dflash"  # package data; made for EMBEDDED
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
@@ -29,8 +30,8 @@ def resolve_model(name: str) -> Path:
     path = _local(name)
     if path is not None:
         return _from_folder(path) if path.is_dir() else _from_file(path)
-    if name == Path(name).name and name not in ("", ".", "..") and store.is_whole(store.models_dir() / name):
-        return store.models_dir() / name
+    if name == Path(name).name and not name.startswith(".") and _local(str(store.models_dir() / name)) is not None:
+        return _converted(store.models_dir() / name)
     return check_folder(_from_hub(name, "model"), tokenizer=True)
 
 
@@ -45,7 +46,8 @@ def resolve_drafter(name: str, model: str) -> Path | None:
     if name == "auto":
         if not _is_embedded(model):
             raise ModelNotFound(
-                f"no drafter is known for {model}: pass --drafter FOLDER_OR_HUB_ID, or --mode ar with --drafter none",
+                f"no drafter is known for {brief(model)}: "
+                "pass --drafter FOLDER_OR_HUB_ID, or --mode ar with --drafter none",
                 param="drafter",
             )
         name = BUNDLED_DRAFTER
@@ -89,6 +91,16 @@ def _from_folder(folder: Path) -> Path:
     return check_folder(folder, tokenizer=True)
 
 
+def _converted(folder: Path) -> Path:
+    if not store.is_whole(folder):
+        raise DamagedFile(
+            f"the converted model in {folder} is damaged, or another version of ddtree made it: "
+            "pass the .gguf file that it was converted from, and it is made anew",
+            param="model",
+        )
+    return folder
+
+
 def _from_file(path: Path) -> Path:
     if path.suffix.lower() == ".gguf":
         return convert.cached(path)
@@ -97,5 +109,7 @@ def _from_file(path: Path) -> Path:
 
 def _from_hub(name: str, param: str) -> Path:
     if not HUB_ID.fullmatch(name):
-        raise ModelNotFound(f"there is no {param} called {name!r} and no such folder or file. {KINDS}", param=param)
+        raise ModelNotFound(
+            f"there is no {param} called {brief(repr(name))} and no such folder or file. {KINDS}", param=param
+        )
     return hub.download(name, param)

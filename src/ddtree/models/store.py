@@ -7,15 +7,16 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from ddtree.errors import DDTreeError
 from ddtree.models.folder import check_folder
+from ddtree.models.wording import brief
 
 CACHE_VARIABLE = "DDTREE_CACHE"
 MANIFEST = "ddtree.json"
-FORMAT = 1  # of a converted folder; raise it when the conversion changes, and old folders are made anew
+FORMAT = 2  # of a converted folder; raise it when the conversion or the manifest changes: old folders are made anew
 
 
 @dataclass(frozen=True)
@@ -28,16 +29,25 @@ class Manifest:
     sha256: str  # of the GGUF file that was converted
     created_by: str  # "ddtree VERSION"
     format: int = FORMAT
+    files: dict[str, int] = field(default_factory=dict)  # name -> bytes of every other file; `prepare` fills it in
 
 
 def cache_dir() -> Path:
-    """The folder that everything of ddtree's own is kept in: $DDTREE_CACHE, else the user's cache folder."""
+    """The folder that everything of ddtree's own is kept in: $DDTREE_CACHE, else the user's cache folder.
+
+    Raises DDTreeError when the variable names the home folder of nobody.
+    """
     import platformdirs
 
     chosen = os.environ.get(CACHE_VARIABLE)
-    return (
-        Path(chosen).expanduser().absolute() if chosen else Path(platformdirs.user_cache_dir("ddtree", appauthor=False))
-    )
+    if not chosen:
+        return Path(platformdirs.user_cache_dir("ddtree", appauthor=False))
+    try:
+        return Path(chosen).expanduser().absolute()
+    except RuntimeError as error:
+        raise DDTreeError(
+            f"{CACHE_VARIABLE} is {brief(repr(chosen))}, whose home folder is not known: set it to another folder"
+        ) from error
 
 
 def models_dir() -> Path:
@@ -49,20 +59,21 @@ def read_manifest(folder: Path) -> Manifest | None:
     """The manifest of a folder of the cache; None when there is none, or when another format wrote it."""
     try:
         manifest = Manifest(**json.loads((folder / MANIFEST).read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError):
+    except (OSError, ValueError, TypeError, RecursionError):
         return None
-    return manifest if manifest.format == FORMAT else None
+    return manifest if manifest.format == FORMAT and isinstance(manifest.files, dict) else None
 
 
 def is_whole(folder: Path) -> bool:
     """Whether a folder of the cache was finished and its files still have the length they should have."""
-    if read_manifest(folder) is None:
+    manifest = read_manifest(folder)
+    if manifest is None:
         return False
     try:
         check_folder(folder, tokenizer=True)
-    except DDTreeError:
+        return all((folder / name).stat().st_size == size for name, size in manifest.files.items())
+    except (DDTreeError, OSError):
         return False
-    return True
 
 
 def prepare(name: str, make: Callable[[Path, Path], Manifest]) -> Path:
@@ -94,7 +105,7 @@ def _make(final: Path, make: Callable[[Path, Path], Manifest]) -> Path:
     try:
         out = work / "model"
         out.mkdir()
-        manifest = make(work, out)
+        manifest = replace(make(work, out), files={file.name: file.stat().st_size for file in out.iterdir()})
         (out / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
         if final.exists():
             shutil.rmtree(final)

