@@ -89,7 +89,7 @@ class FakeEngine:
         self.started = threading.Event()  # some request is inside
 
     def info(self) -> dict[str, Any]:
-        return {"model": MODEL}
+        return {"model": MODEL, "dtype": "float32", "device": "cpu"}
 
     def stream(self, prompt: list[int], params: SamplingParams) -> Iterator[FakeChunk]:
         if len(prompt) >= self.max_model_len:

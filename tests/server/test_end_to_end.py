@@ -31,7 +31,8 @@ def url(embedded_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Itera
         watchdog.start()
         try:
             ready = re.search(
-                r"ddtree ready: (http://127\.0\.0\.1:\d+)/v1 \(model \S+, mode tree\)", _until_ready(process)
+                r"ddtree ready: (http://127\.0\.0\.1:\d+)/v1 \(model \S+, mode tree, float32 on cpu\)",
+                _until_ready(process),
             )
             watchdog.cancel()
             assert ready, log.read_text()

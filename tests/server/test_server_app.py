@@ -134,6 +134,13 @@ async def test_other_paths_and_methods(http):
     assert wrong.status_code == 405
     assert wrong.json()["error"]["code"] == "method_not_allowed"
     assert wrong.headers["allow"] == "POST"
+    slash = await http.post("/v1/chat/completions/", json={})
+    assert slash.status_code == 404
+    assert slash.json()["error"]["code"] == "not_found"
+
+
+async def test_head_of_health(http):
+    assert (await http.head("/health")).status_code == 200
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -1,5 +1,6 @@
 """Addresses, signals and the ready line. Processes of their own where signals matter."""
 
+import contextlib
 import http.client
 import json
 import os
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from ddtree.errors import InvalidOption, PortInUse
-from ddtree.server import check_port, serve
+from ddtree.server import check_port, run, serve
 from ddtree.server.run import listen
 
 SCRIPT = """
@@ -23,20 +24,21 @@ spec = importlib.util.spec_from_file_location("scripted_engine", sys.argv[1])
 scripted = importlib.util.module_from_spec(spec)
 sys.modules["scripted_engine"] = scripted
 spec.loader.exec_module(scripted)
+import atexit, time
+atexit.register(time.sleep, float(sys.argv[5]))
 from ddtree.server import run
 run.SHUTDOWN_SECONDS = float(sys.argv[4])
 run.serve(scripted.FakeEngine(pieces=["word "] * int(sys.argv[2]), round_seconds=float(sys.argv[3])),
       "127.0.0.1", 0, "scripted")
-print("serve came back", flush=True)
 """
 
 
 class Process:
     """`serve` with a scripted engine, in a process of its own, ready."""
 
-    def __init__(self, rounds: int, round_seconds: float, grace: float) -> None:
+    def __init__(self, rounds: int, round_seconds: float, grace: float, teardown: float) -> None:
         conftest = Path(__file__).with_name("conftest.py")
-        command = [sys.executable, "-c", SCRIPT, str(conftest), *map(str, (rounds, round_seconds, grace))]
+        command = [sys.executable, "-c", SCRIPT, str(conftest), *map(str, (rounds, round_seconds, grace, teardown))]
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.ready = self.process.stdout.readline()
         assert self.ready, self.process.stderr.read()
@@ -62,8 +64,8 @@ class Process:
 def start():
     started: list[Process] = []
 
-    def begin(rounds: int = 3, round_seconds: float = 0.0, grace: float = 0.3) -> Process:
-        started.append(Process(rounds, round_seconds, grace))
+    def begin(rounds: int = 3, round_seconds: float = 0.0, grace: float = 0.3, teardown: float = 0.0) -> Process:
+        started.append(Process(rounds, round_seconds, grace, teardown))
         return started[-1]
 
     yield begin
@@ -79,15 +81,57 @@ def start():
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_ready_line_then_a_signal(start, number):
     one = start()
-    assert one.ready == f"ddtree ready: http://{one.address}/v1 (model scripted, mode tree)\n"
+    assert one.ready == f"ddtree ready: http://{one.address}/v1 (model scripted, mode tree, float32 on cpu)\n"
     assert int(one.address.split(":")[1]) > 0
     answer = one.ask().getresponse()
     assert answer.status == 200
     answer.read()
     code, printed, seconds = one.end(number)
     assert code == 0
-    assert printed == "serve came back\n"
+    assert printed == "stopping\n"
     assert seconds < 3
+
+
+def test_a_second_ctrl_c_ends_at_once(start):
+    one = start(rounds=1, round_seconds=60, grace=60)
+    one.ask()
+    time.sleep(0.5)
+    one.process.send_signal(signal.SIGINT)
+    assert one.process.stderr.readline() == "stopping: the running answer may take up to 60 s\n"
+    code, printed, seconds = one.end(signal.SIGINT)
+    assert code == 128 + signal.SIGINT
+    assert printed == ""
+    assert seconds < 3
+
+
+def test_nothing_after_the_server_holds_an_idle_exit_up(start):
+    """The end of the interpreter may take seconds on a loaded machine, which nobody needs."""
+    one = start(teardown=60)
+    code, printed, seconds = one.end(signal.SIGINT)
+    assert (code, printed) == (0, "stopping\n")
+    assert seconds < 3
+
+
+def test_half_a_head_is_dropped(live, monkeypatch, eventually):
+    """Also where an answer came before it on the connection; one that is answered just now is let be."""
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.5)
+    host, port = live.url.removeprefix("http://").split(":")
+    silent, half, second = (socket.create_connection((host, int(port)), timeout=10) for _ in range(3))
+    half.sendall(b"POST /v1/chat/comp")
+    second.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\nGET /hea")
+    assert second.recv(9) == b"HTTP/1.1 "
+    for sock in (silent, half, second):
+        with sock, contextlib.suppress(ConnectionResetError):
+            while sock.recv(4096):
+                pass
+    eventually(lambda: not live.server.server_state.connections)
+
+
+def test_a_slow_answer_is_not_taken_for_half_a_head(live, engine, monkeypatch):
+    monkeypatch.setattr(run, "HEAD_SECONDS", 0.1)
+    engine.round_seconds = 0.5
+    answer = live.openai().chat.completions.create(model="scripted", messages=[{"role": "user", "content": "Hi"}])
+    assert answer.choices[0].finish_reason == "stop"
 
 
 def test_a_running_answer_may_end(start):
@@ -98,7 +142,7 @@ def test_a_running_answer_may_end(start):
     code, printed, _ = one.end(signal.SIGTERM)
     text = answer.read().decode()
     assert code == 0
-    assert printed == "serve came back\n"
+    assert printed == "stopping: the running answer may take up to 10 s\n"
     assert '"finish_reason":"stop"' in text
     assert text.endswith("data: [DONE]\n\n")
 
@@ -116,7 +160,7 @@ def test_a_long_answer_is_cut_and_told_so(start, stream):
     answer = answer if stream else connection.getresponse()
     text = answer.read().decode()
     assert code == 0
-    assert printed == "serve came back\n"
+    assert printed == "stopping: the running answer may take up to 0.3 s\n"
     assert seconds < 8
     assert "server_stopping" in text
     assert answer.status == (200 if stream else 503)
@@ -206,8 +250,6 @@ def test_localhost_and_ipv6():
 
 def test_serve_outside_the_main_thread(engine, capsys, eventually):
     """No signals there; it still serves and says so."""
-    from ddtree.server import run
-
     made = []
 
     class Recorded(run.Server):

@@ -229,3 +229,38 @@ async def test_long_values_are_cut_in_messages(chat, engine):
 async def test_a_model_name_that_cannot_be_sent_back(http):
     body = b'{"messages": [{"role": "user", "content": "Hi"}], "model": "\\ud800"}'
     assert (await http.post(URL, content=body, headers={"Content-Type": "application/json"})).status_code == 404
+
+
+@pytest.mark.parametrize(
+    ("body", "code", "words"),
+    [
+        (b'{"a": "\xff"}', "invalid_json", "UTF-8"),
+        (b"[" * 200_000, "invalid_json", "nested too deeply"),
+        (b'{"seed": ' + b"9" * 5000 + b"}", "invalid_json", "too many digits"),
+        (b'{"\\ud800": 1, "messages": []}', "unknown_parameter", "not valid Unicode"),
+        (b'{"messages": [{"role": "user", "content": "", "\\ud800": 1}]}', "unknown_parameter", "`messages[0]` has"),
+        (b'{"messages": []}', "invalid_value", "`messages` must hold at least one message"),
+        (b'{"messages": 5}', "invalid_value", "`messages` must be a list, not 5"),
+        (b'{"messages": [true]}', "invalid_value", "`messages[0]` must be a JSON object, not true"),
+    ],
+    ids=range(8),
+)
+async def test_what_is_said_of_broken_bodies(http, body, code, words):
+    answer = await http.post(URL, content=body, headers={"Content-Type": "application/json"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == code
+    assert words in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("stop", list("abcde"), "`stop` takes at most 4 strings, not 5"),
+        ("logprobs", True, "`logprobs` = true is not supported by this server: leave it out or send false"),
+        ("audio", {"a": None}, '`audio` = {"a": null} is not supported by this server: leave it out'),
+        ("stream", "yes", '`stream` should be a valid boolean, not "yes"'),
+        ("messages", [{"role": "user", "content": []}], "`messages[0].content` must hold at least one content part"),
+    ],
+)  # fmt: skip
+async def test_messages_read_plainly(chat, engine, name, value, message):
+    assert (await refused(chat, engine, **{name: value}))["message"] == message

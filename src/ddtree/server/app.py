@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -12,8 +12,9 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ddtree import __version__
-from ddtree.errors import DDTreeError
-from ddtree.server.problems import ApiError, ErrorBody, as_api_error, echo, from_validation
+from ddtree.errors import ContextLengthExceeded, DDTreeError
+from ddtree.server.body import BodyGuard
+from ddtree.server.problems import ApiError, ErrorBody, as_api_error, echo, from_unreadable, from_validation
 from ddtree.server.schemas import ChatRequest
 from ddtree.server.stream import EventStream, Reply, events
 from ddtree.server.worker import EngineFailed, EngineStopped, EngineWorker
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 SHUTDOWN_SECONDS = 3.0  # how long a running answer may go on after the server was told to stop
+# Tokenizing holds Python's lock, so a text that cannot fit is refused by its length alone. Tokens are rarely longer
+# than 16 characters: a longer text fits only if its tokens average over 32, as in long runs of spaces alone.
+MAX_CHARACTERS_PER_TOKEN = 32
 
 
 class ClientGone(Exception):
@@ -45,12 +49,19 @@ def create_app(engine: "Engine", served_model_name: str, *, default_seed: int | 
     refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
     # No /docs pages: they load scripts from elsewhere. /openapi.json is served.
     app = FastAPI(
-        title="ddtree", version=__version__, docs_url=None, redoc_url=None, lifespan=lifespan, responses=refusals
+        title="ddtree",
+        version=__version__,
+        docs_url=None,
+        redoc_url=None,
+        redirect_slashes=False,  # a redirect's body is empty, and clients of an API do not follow it
+        lifespan=lifespan,
+        responses=refusals,
     )
     app.state.worker = worker
+    app.add_middleware(BodyGuard)
     _add_error_handlers(app)
     _add_model_routes(app, engine, worker, served_model_name)
-    _add_chat_route(app, worker, served_model_name, default_seed)
+    _add_chat_route(app, worker, served_model_name, default_seed, engine.max_model_len)
     return app
 
 
@@ -65,6 +76,7 @@ def _add_model_routes(app: FastAPI, engine: "Engine", worker: EngineWorker, name
         "max_model_len": engine.max_model_len,
     }
 
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> dict[str, str]:
         """200 when the engine can generate, else 503."""
@@ -83,13 +95,14 @@ def _add_model_routes(app: FastAPI, engine: "Engine", worker: EngineWorker, name
         return card
 
 
-def _add_chat_route(app: FastAPI, worker: EngineWorker, name: str, default_seed: int | None) -> None:
+def _add_chat_route(app: FastAPI, worker: EngineWorker, name: str, default_seed: int | None, context: int) -> None:
     @app.post("/v1/chat/completions")
     async def chat_completions(body: ChatRequest, request: Request) -> Response:
         """Answers a chat, whole or as a stream of server-sent events."""
         _check_model(body.model, name)
         params = body.sampling(default_seed)
         messages = [message.for_template() for message in body.messages]
+        _check_length(messages, context)
         prompt = await _unless_gone(request, worker.encode(messages))
         answer = worker.submit(prompt, params)
         try:
@@ -105,8 +118,19 @@ def _add_chat_route(app: FastAPI, worker: EngineWorker, name: str, default_seed:
 
 def _check_model(asked: str | None, served: str) -> None:
     if asked is not None and asked != served:
-        message = f"the model {echo(asked)} is not served here: ask for {served!r}, or leave `model` out"
+        message = f"the model {echo(asked)} is not served here: ask for {echo(served)}, or leave `model` out"
         raise ApiError(message, status=404, param="model", code="model_not_found")
+
+
+def _check_length(messages: Sequence[Mapping[str, str]], context: int) -> None:
+    """Raises `ContextLengthExceeded` for a chat that cannot fit `context` tokens, before any work is put into it."""
+    if len(messages) > context:  # templates spend tokens on each message, an empty one too
+        said = f"{len(messages)} messages do not fit the context of {context} tokens: send fewer"
+        raise ContextLengthExceeded(said, param="messages")
+    characters = sum(len(message["content"]) for message in messages)
+    if characters > context * MAX_CHARACTERS_PER_TOKEN:
+        said = f"the messages' {characters} characters are too many for the context of {context} tokens"
+        raise ContextLengthExceeded(f"{said}: shorten them", param="messages")
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
@@ -141,6 +165,8 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     async def http_error(request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException)
+        if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's word for JSON that cannot be read
+            return answer(from_unreadable(error.__cause__))
         message = f"{error.detail}: {request.method} {request.url.path}"
         code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
         return answer(ApiError(message, status=error.status_code, code=code), error.headers)

@@ -1,5 +1,6 @@
 """Everything that can go wrong with a request, in the one shape that OpenAI's clients read."""
 
+import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,7 @@ from ddtree.errors import DDTreeError
 from ddtree.server.worker import EngineFailed, EngineStopped
 
 MAX_ECHO = 80  # characters of a wrong value that a message repeats
+ITEMS = {"messages": "message", "content": "content part", "stop": "string"}  # what the lists of a body hold
 
 
 class ErrorDetail(BaseModel):
@@ -67,9 +69,26 @@ def as_api_error(error: Exception) -> ApiError:
 
 
 def echo(value: object) -> str:
-    """A wrong value as a message may repeat it: its `repr`, cut to `MAX_ECHO` characters."""
-    text = repr(value)
+    """A value from a body as a message may repeat it: in JSON's spelling, cut to `MAX_ECHO` characters."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=repr)
+    except RecursionError:
+        return "a deeply nested value"
     return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 3] + "..."
+
+
+def from_unreadable(cause: BaseException) -> ApiError:
+    """What reading the JSON of a body raised, other than a plain error of syntax."""
+    match cause:
+        case UnicodeDecodeError():
+            said = "the body is not valid UTF-8"
+        case RecursionError():
+            said = "the body is not readable JSON: it is nested too deeply"
+        case ValueError():  # Python reads no integer of more than some thousand digits
+            said = "the body is not readable JSON: a number in it has too many digits"
+        case _:
+            said = f"the body cannot be read ({type(cause).__name__})"
+    return ApiError(said, code="invalid_json")
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
@@ -79,14 +98,33 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {context.get('error', 'it cannot be read')}", code="invalid_json")
     param = _path(first["loc"])
+    if kind == "string_unicode":  # of names alone: half characters in values have a check of their own
+        where = f"`{param}`" if param else "the body"
+        said = f"{where} has an unknown field, whose name {echo(first['input'])} is not valid Unicode"
+        return ApiError(said, param=param or None, code="unknown_parameter")
     if not param:
         return ApiError("the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json")
     if kind == "missing":
         return ApiError(f"`{param}` is missing", param=param, code="missing_required_parameter")
     if kind == "extra_forbidden":
         return ApiError(f"`{param}` is not supported by this server", param=param, code="unknown_parameter")
-    said = str(first["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return ApiError(f"`{param}` {said}, not {echo(first['input'])}", param=param, code="invalid_value")
+    return ApiError(f"`{param}` {_said(first, param)}", param=param, code="invalid_value")
+
+
+def _said(error: Mapping[str, Any], param: str) -> str:
+    """One of pydantic's errors about a value, as a sentence whose subject is the field."""
+    kind, context, value = error["type"], error.get("ctx", {}), echo(error["input"])
+    item = ITEMS.get(param.rpartition(".")[2].partition("[")[0], "item")
+    if kind == "too_long":
+        return f"takes at most {context['max_length']} {item}s, not {len(error['input'])}"
+    if kind == "too_short":
+        return f"must hold at least one {item}"
+    if kind in ("model_type", "model_attributes_type", "dict_type"):
+        return f"must be a JSON object, not {value}"
+    if kind == "list_type":
+        return f"must be a list, not {value}"
+    said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
+    return f"{said}, not {value}"
 
 
 def _path(loc: Sequence[str | int]) -> str:

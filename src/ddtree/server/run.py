@@ -7,6 +7,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     from ddtree.engine import Engine
 
 LAST_WORDS_SECONDS = 1.0  # for an answer that was cut to reach its client
+KEEP_ALIVE_SECONDS = 10  # above the 5 s after which httpx, so OpenAI's client too, drops an idle connection itself
+HEAD_SECONDS = 30.0  # for the head of a request, from the connection's begin or the answer before
 
 
 def check_port(host: str, port: int) -> None:
@@ -64,9 +67,18 @@ class Server(uvicorn.Server):
     """uvicorn's server with a ready line, and with an end to answers that a stop would otherwise wait for."""
 
     def __init__(self, app: "FastAPI", ready: str = "") -> None:
-        super().__init__(uvicorn.Config(app, log_level="warning", access_log=False, lifespan="on"))
+        config = uvicorn.Config(
+            app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_SECONDS
+        )
+        super().__init__(config)
         self._worker: EngineWorker = app.state.worker
         self._ready = ready
+        self._headless: dict[Any, tuple[Any, float]] = {}  # by connection: its last request, and since when it waits
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals to `serve`: uvicorn raises them again once it has stopped, which ends in a traceback."""
+        yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Starts to accept, then says so."""
@@ -75,10 +87,30 @@ class Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops to accept; what runs ends within a few seconds."""
+        """Stops to accept, and says so; what runs ends within a few seconds."""
+        busy = f": the running answer may take up to {SHUTDOWN_SECONDS:g} s" if self._worker.busy else ""
+        print(f"stopping{busy}", file=sys.stderr, flush=True)
         ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
         await ending
+
+    async def on_tick(self, counter: int) -> bool:
+        """Called ten times a second. Once a second it also drops connections that send no whole head."""
+        if counter % 10 == 0:
+            self._drop_headless(time.monotonic())
+        return await super().on_tick(counter)
+
+    def _drop_headless(self, now: float) -> None:
+        """uvicorn's keep-alive ends with the first byte, so half a head would hold its connection for ever."""
+        waiting = {}
+        for connection in list(self.server_state.connections):
+            cycle = getattr(connection, "cycle", None)  # uvicorn's name of a request and its answer
+            if cycle is None or cycle.response_complete:
+                last, since = self._headless.get(connection, (cycle, now))
+                waiting[connection] = (cycle, since if last is cycle else now)
+                if now - waiting[connection][1] > HEAD_SECONDS:
+                    connection.transport.abort()
+        self._headless = waiting
 
     async def _end_answers(self) -> None:
         await self._worker.stop(SHUTDOWN_SECONDS)
@@ -91,39 +123,47 @@ class Server(uvicorn.Server):
 
 
 def serve(engine: "Engine", host: str, port: int, served_model_name: str, *, default_seed: int | None = None) -> None:
-    """Serves until SIGINT or SIGTERM, in the main thread. Prints one line when ready.
+    """Serves until SIGINT or SIGTERM, in the main thread. Prints one line when ready, and one (to stderr) at a stop.
 
     `default_seed` is the seed of every request that sends none; None: a fresh one for each.
-    A stop lets the running answer go on for `SHUTDOWN_SECONDS`, then cuts it. Raises as `listen` does.
+    A stop lets the running answer go on for `SHUTDOWN_SECONDS`, then cuts it; a second SIGINT ends at once.
+    A server that a signal stopped does not come back: it ends the process with code 0. Raises as `listen` does.
     """
     sock = listen(host, port)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{sock.getsockname()[1]}/v1"
-    ready = f"ddtree ready: {address} (model {served_model_name}, mode {engine.speculation.mode})"
+    info = engine.info()
+    how = f"mode {engine.speculation.mode}, {info['dtype']} on {info['device']}"
+    ready = f"ddtree ready: {address} (model {served_model_name}, {how})"
     app = create_app(engine, served_model_name, default_seed=default_seed)
     server = Server(app, ready)
-    with sock, _stop_on_signals(server):
+    with sock, _stop_on_signals(server) as stopped_by:
         server.run(sockets=[sock])
-    if app.state.worker.busy:
-        # A prefill cannot be cut, and a thread inside native code would abort a normal exit.
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(0)
+        if stopped_by or app.state.worker.busy:
+            # Everything is closed. The interpreter's own end takes a second or more after torch, and would abort
+            # on a thread inside native code: a prefill cannot be cut.
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)
 
 
 @contextmanager
-def _stop_on_signals(server: uvicorn.Server) -> Iterator[None]:
-    """uvicorn raises a signal again once it has stopped for it, which would end the process with a traceback."""
+def _stop_on_signals(server: uvicorn.Server) -> Iterator[list[int]]:
+    """SIGINT and SIGTERM stop the server, a second SIGINT ends the process at once. Gives the signals that came."""
+    came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield came
         return
 
-    def stop(*_: Any) -> None:
+    def stop(number: int, _: Any) -> None:
+        if came and number == signal.SIGINT:
+            os._exit(128 + number)  # as a shell tells the death by this signal
+        came.append(number)
         server.should_exit = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield came
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

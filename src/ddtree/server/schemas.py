@@ -86,18 +86,13 @@ def _without_neutral(body: object, table: Mapping[str, tuple[object, ...]], wher
         if name not in table:
             kept[name] = value
         elif value is not None and not any(_same(value, neutral) for neutral in table[name]):
-            remedy = "leave it out" + "".join(f" or send {_json(neutral)}" for neutral in table[name][:1])
+            remedy = "leave it out" + "".join(f" or send {echo(neutral)}" for neutral in table[name][:1])
             raise ApiError(
                 f"`{where}{name}` = {echo(value)} is not supported by this server: {remedy}",
                 param=where + name,
                 code="unsupported_parameter",
             )
     return kept
-
-
-def _json(value: object) -> str:
-    """A neutral value as a client writes it."""
-    return {True: "true", False: "false"}[value] if isinstance(value, bool) else repr(value).replace("'", '"')
 
 
 class _Strict(BaseModel):
@@ -150,7 +145,7 @@ class Message(_Strict):
     @classmethod
     def _refuse_features(cls, message: Any) -> Any:
         if isinstance(message, dict) and message.get("role") in ("tool", "function"):
-            said = f"messages of role {message['role']!r} are not supported by this server: tools are not yet"
+            said = f"messages of role {echo(message['role'])} are not supported by this server: tools are not yet"
             raise ApiError(said, param="messages", code="unsupported_role")
         return _without_neutral(message, NEUTRAL_MESSAGE, "messages.")
 
