@@ -6,6 +6,9 @@ from pathlib import Path
 
 import pytest
 
+from ddtree.threads import share_cores
+
+share_cores()  # before torch is imported
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test asks a hub for anything
 
 

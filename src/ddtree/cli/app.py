@@ -14,6 +14,7 @@ from ddtree import __version__
 from ddtree.cli import commands
 from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.errors import DDTreeError
+from ddtree.threads import share_cores
 
 LONG_FIELDS = ("max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine")
 LONG_NAMES = re.compile(rf"\b({'|'.join(LONG_FIELDS)})\b")
@@ -86,6 +87,7 @@ app.command()(commands.models)
 
 def main() -> None:
     """The console script: as `app`, and a character that the terminal cannot show never ends the program."""
+    share_cores()
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # the caller closed it: what would be printed has nowhere to go
             setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))  # noqa: SIM115  # as long as the process

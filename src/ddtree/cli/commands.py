@@ -191,6 +191,8 @@ def _load(config: EngineConfig) -> "Engine":
     with interrupts_end_at_once():
         from ddtree.engine import Engine
 
+    if sys.stderr.isatty():
+        typer.echo(f"loading {config.model} ...", err=True)
     return Engine.load(config)
 
 
