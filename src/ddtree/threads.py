@@ -3,8 +3,8 @@
 import os
 from collections.abc import MutableMapping
 
-# Spins before a waiting thread sleeps. On idle cores as fast as libgomp's own choice, which spins far longer and so, where
-# another program shares the cores, spends whole scheduler slices waiting: 30 times slower (docs/log.md).
+# Spins before a waiting thread sleeps. On idle cores as fast as libgomp's own choice, which spins far longer and so, on
+# cores shared with another program, spends whole scheduler slices waiting: 30 times slower (docs/log.md).
 SPINS = "10000"
 
 
