@@ -20,6 +20,11 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
+# pip asks rustc for its version, and a rustc that is only rustup's shim then makes ~/.rustup: keep that in here.
+ifeq ($(wildcard $(HOME)/.rustup),)
+export RUSTUP_HOME ?= $(CURDIR)/$(VENV)/.rustup
+endif
+
 .PHONY: serve test test-full setup clean
 .DEFAULT_GOAL := serve
 
