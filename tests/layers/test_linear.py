@@ -58,7 +58,7 @@ def test_packed_equals_the_exact_product(
 
 @pytest.mark.parametrize("shape", [(96, 64), (61, 32), (1536, 576)])
 def test_a_packed_row_hardly_depends_on_its_neighbours(shape: tuple[int, int]) -> None:
-    """In any place, beside any row, it differs by a rounding at most. (Bitwise equal on one processor, not on another.)"""
+    """In any place, beside any row, it differs by a rounding at most. (Bitwise equal only on some processors.)"""
     need_packing(torch.bfloat16)
     linear = Linear(*random_linear(*shape, True, torch.bfloat16))
     x = torch.randn(64, shape[1], generator=torch.Generator().manual_seed(1)).bfloat16()
