@@ -181,7 +181,7 @@ def test_a_batch_equals_each_sequence_alone(pair: Maker, changes: dict[str, Any]
     features = [both.features(40, seed) for seed in range(3)]
     cache = drafter.allocate(3, 40)
     for b, length in enumerate(lengths):
-        append(drafter, cache.sequence(b), features[b], [length] if length else [])
+        append(drafter, cache.view([b]), features[b], [length] if length else [])
     for _ in range(2):
         position, most = torch.tensor(lengths), max(grown)
         new = torch.full((3, most, both.width), 100.0)
@@ -200,7 +200,7 @@ def test_garbage_in_scratch_slots_does_not_matter(pair: Maker) -> None:
     cache, features = both.drafter.allocate(2, 40), both.features(9)
     for b, (poison, length) in enumerate([(1e4, 9), (-1e4, 3)]):
         cache.data[:, b] = poison
-        append(both.drafter, cache.sequence(b), features, [length])
+        append(both.drafter, cache.view([b]), features, [length])
     cache.data[:, :, :, 9 + 6 :] = torch.nan
     with torch.inference_mode():
         logits = both.drafter.propose(cache, torch.tensor([5, 6]), torch.tensor([9, 3]), 5)

@@ -1,5 +1,8 @@
 """KVCache: what is written is read, and a commit keeps the rows of a path."""
 
+import os
+from pathlib import Path
+
 import pytest
 import torch
 from torch import Tensor
@@ -23,24 +26,24 @@ def random_heads(batch: int, rows: int, seed: int = 0) -> Tensor:
 def test_a_new_cache_is_zero() -> None:
     """A masked NaN in memory never written would poison attention."""
     cache = new(3)
-    assert cache.slots == SLOTS
+    assert cache.length == SLOTS
     assert cache.data.shape == (LAYERS, 3, 2 * KV, SLOTS, DIM)
     assert not cache.data.any()
 
 
 @pytest.mark.parametrize("start", [[0], [6], [3, 0, 11]])
 def test_what_is_written_is_read(start: list[int]) -> None:
-    cache, position = new(len(start)), torch.tensor(start)
+    cache = new(len(start))
     heads = [random_heads(len(start), 5, layer) for layer in range(LAYERS)]
-    place = cache.place(position, 5)
+    segments = cache.segments(start, [5] * len(start))
     for layer in range(LAYERS):
-        cache.write(layer, place, heads[layer])
+        cache.write(layer, segments, heads[layer].flatten(0, 1))
     for layer in range(LAYERS):
-        keys, values = cache.read(layer, max(start) + 5)
-        assert keys.shape == values.shape == (len(start), KV, max(start) + 5, DIM)
         for b, first in enumerate(start):
-            assert torch.equal(keys[b, :, first : first + 5], heads[layer][b, :, :KV].transpose(0, 1))
-            assert torch.equal(values[b, :, first : first + 5], heads[layer][b, :, KV:].transpose(0, 1))
+            keys, values = cache.read(layer, segments[b])
+            assert keys.shape == values.shape == (1, KV, first + 5, DIM)
+            assert torch.equal(keys[0, :, first:], heads[layer][b, :, :KV].transpose(0, 1))
+            assert torch.equal(values[0, :, first:], heads[layer][b, :, KV:].transpose(0, 1))
             assert not cache.data[layer, b, :, :first].any()
             assert not cache.data[layer, b, :, first + 5 :].any()
 
@@ -48,20 +51,56 @@ def test_what_is_written_is_read(start: list[int]) -> None:
 @pytest.mark.parametrize("batch", [1, 2])
 def test_rows_are_rounded_to_the_dtype_of_the_cache(batch: int) -> None:
     cache, heads = new(batch, torch.bfloat16), random_heads(batch, 3)
-    cache.write(1, cache.place(torch.full((batch,), 4), 3), heads)
+    cache.write(1, cache.segments([4] * batch, [3] * batch), heads.flatten(0, 1))
     assert torch.equal(cache.data[1, :, :, 4:7].transpose(1, 2), heads.bfloat16())
 
 
-def test_a_sequence_is_a_view() -> None:
+def test_a_view_shares_the_memory() -> None:
     cache, heads = new(3), random_heads(1, 4)
-    one = cache.sequence(1)
-    assert one.data.shape[1] == 1
-    one.write(0, one.place(torch.tensor([2]), 4), heads)
+    one = cache.view([1])
+    assert one.slots == (1,)
+    segments = one.segments([2], [4])
+    one.write(0, segments, heads[0])
     assert torch.equal(cache.data[0, 1, :, 2:6].transpose(0, 1), heads[0])
     assert not cache.data[:, 0].any()
     assert not cache.data[:, 2].any()
-    keys, _ = one.read(0, 6)
+    keys, _ = one.read(0, segments[0])
     assert keys.data_ptr() == cache.data[0, 1].data_ptr()
+    assert cache.view([2, 0, 1]).view([1, 0]).slots == (0, 2)
+
+
+def test_rows_of_several_sizes_lie_one_sequence_after_another() -> None:
+    cache, heads = new(3), random_heads(1, 6)[0]
+    segments = cache.view([2, 0]).segments([4, 9], [2, 4])
+    cache.write(1, segments, heads)
+    assert [s.rows for s in segments] == [slice(0, 2), slice(2, 6)]
+    assert torch.equal(cache.data[1, 2, :, 4:6].transpose(0, 1), heads[:2])
+    assert torch.equal(cache.data[1, 0, :, 9:13].transpose(0, 1), heads[2:])
+    assert not cache.data[:, 1].any()
+
+
+def test_a_copy_gives_the_beginning_of_one_slot_to_another() -> None:
+    cache = new(3)
+    cache.data.copy_(torch.randn(cache.data.shape, generator=torch.Generator().manual_seed(1)))
+    before = cache.data.clone()
+    cache.copy(2, 0, 7)
+    assert torch.equal(cache.data[:, 0, :, :7], before[:, 2, :, :7])
+    assert torch.equal(cache.data[:, 0, :, 7:], before[:, 0, :, 7:])
+    assert torch.equal(cache.data[:, 1:], before[:, 1:])
+
+
+def test_memory_is_taken_as_it_is_written() -> None:
+    statm = Path("/proc/self/statm")
+    if not statm.exists():
+        pytest.skip("no /proc here")
+
+    def resident() -> int:
+        return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    before = resident()
+    cache = KVCache.allocate(4, 8, 2**15, 2, 64, torch.float32, CPU)  # 1 GiB
+    cache.data[:, 3, :, :64] = 1
+    assert resident() - before < 2**26
 
 
 def commit_by_hand(data: Tensor, path: list[list[int]], position: list[int]) -> tuple[Tensor, Tensor]:
@@ -101,6 +140,6 @@ def test_commit_of_one_sequence_leaves_its_neighbours() -> None:
     whole = new(2)
     whole.data.copy_(torch.randn(whole.data.shape, generator=torch.Generator().manual_seed(1)))
     before = whole.data.clone()
-    whole.sequence(1).commit(torch.tensor([[0, 2, 4]]), torch.tensor([3]))
+    whole.view([1]).commit(torch.tensor([[0, 2, 4]]), torch.tensor([3]))
     assert torch.equal(whole.data[:, 0], before[:, 0])
     assert torch.equal(whole.data[:, 1, :, 5], before[:, 1, :, 7])

@@ -174,7 +174,7 @@ def test_a_batch_equals_each_sequence_alone(plain_oracle: Oracle, linear: bool) 
     parents = [parents for _, parents in BATCH]
     cache = target.allocate(len(BATCH), 64)
     for b, prompt in enumerate(prompts):
-        prefill(target, cache.sequence(b), prompt, [len(prompt)])
+        prefill(target, cache.view([b]), prompt, [len(prompt)])
     verify_near(target, cache, plain_oracle, prompts, trees, parents)
 
     path = torch.tensor([[*p, *[-1] * (6 - len(p))] for p in PATHS])
@@ -205,10 +205,10 @@ def test_garbage_in_unused_slots_does_not_matter(plain_oracle: Oracle, poison: f
     for b, prompt in enumerate(prompts):
         cache.data[:, b, :, :16] = poison
         cache.data[:, b, :, 16:] = torch.nan
-        prefill(target, cache.sequence(b), prompt, [len(prompt) - 2, 2])
+        prefill(target, cache.view([b]), prompt, [len(prompt) - 2, 2])
         cache.data[:, b, :, len(prompt) : 12 + len(PARENTS)] = poison
     verify_near(target, cache, plain_oracle, prompts, trees, parents)
-    single = cache.sequence(1)
+    single = cache.view([1])
     single.data[:, :, :, 12 + len(PARENTS) :] = torch.nan
     verify_near(target, single, plain_oracle, prompts[1:], trees[1:], parents[1:])
     logits = prefill(target, single, [5], [1], 12)

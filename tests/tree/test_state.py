@@ -133,11 +133,11 @@ def test_only_roots_and_trees_with_the_right_batch_are_laid() -> None:
 
 def test_allocate_has_the_documented_shapes_and_values() -> None:
     state = RoundState.allocate(3, 65, 4)
-    assert state.tokens.shape == state.parents.shape == state.depths.shape == state.chain.shape == (3, 65)
+    assert state.tokens.shape == state.parents.shape == state.depths.shape == state.member.shape == (3, 65)
     assert state.ancestors.shape == (3, 65, 2)
     assert state.path.shape == state.committed.shape == (3, 5)
     assert state.position.shape == state.remaining.shape == state.n_accepted.shape == state.n_committed.shape == (3,)
-    assert state.tree.dtype == state.chain.dtype == state.done.dtype == torch.bool
+    assert state.tree.dtype == state.member.dtype == state.done.dtype == torch.bool
     assert state.path.eq(-1).all()
     assert state.committed.eq(-1).all()
     assert not state.done.any()

@@ -1,5 +1,6 @@
 """What the engine asks of a drafter."""
 
+from collections.abc import Sequence
 from typing import Protocol
 
 from torch import Tensor
@@ -13,13 +14,13 @@ class Drafter(Protocol):
 
     config: DrafterConfig
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        """A zeroed context cache; `slots` must leave block_size scratch slots behind the longest context."""
+    def allocate(self, slots: int, length: int) -> KVCache:
+        """A zeroed context cache; `length` must leave block_size scratch positions behind the longest context."""
 
-    def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
+    def append(self, cache: KVCache, features: Tensor, position: Tensor, counts: Sequence[int] | None = None) -> None:
         """Extend the context. features: [B, M, taps * H] of positions position .. position + M - 1; position: [B].
 
-        Sequences with fewer than M new tokens pass anything finite behind them: those slots are scratch.
+        counts: how many of its M each sequence has; M when None. What lies behind them is not read.
         """
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:

@@ -3,7 +3,7 @@
 Source: DFlash (arXiv 2602.06036) and z-lab's checkpoints. The layers are Qwen3's; embedding and head are the target's.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.drafter.config import DrafterConfig
-from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
+from ddtree.layers import KVCache, Linear, RMSNorm, Rope, Segment, attend_segments, attention_mask, interleave
 from ddtree.layers.fields import read_config
 from ddtree.layers.weights import Weights, open_weights
 
@@ -108,19 +108,21 @@ class DFlashDrafter:
             down=Linear(weights(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
         )
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
+    def allocate(self, slots: int, length: int) -> KVCache:
         """See Drafter.allocate."""
         c = self.config
-        return KVCache.allocate(c.num_layers, batch, slots, c.num_kv_heads, c.head_dim, self.dtype, self.device)
+        return KVCache.allocate(c.num_layers, slots, length, c.num_kv_heads, c.head_dim, self.dtype, self.device)
 
-    def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
+    def append(self, cache: KVCache, features: Tensor, position: Tensor, counts: Sequence[int] | None = None) -> None:
         """See Drafter.append."""
-        batch, count, _ = features.shape
-        fused = self.context_norm(self.fuse(features.flatten(0, 1)).float(), self.dtype)  # [B * M, H]
-        turns = self.rope.turns(position.unsqueeze(1) + torch.arange(count, device=self.device))
-        place = cache.place(position, count)
+        batch, longest, _ = features.shape
+        counts = counts or [longest] * batch
+        segments = cache.segments(position.tolist(), counts)
+        new = torch.cat([features[b, :count] for b, count in enumerate(counts)])  # [M, taps * H]
+        fused = self.context_norm(self.fuse(new).float(), self.dtype)  # [M, H]
+        turns = self._turns(segments)
         for index, layer in enumerate(self.layers):
-            cache.write(index, place, self._key_value(layer, fused, turns).unflatten(0, (batch, count)))
+            cache.write(index, segments, self._key_value(layer, fused, turns))
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
         """See Drafter.propose; depths is at most block_size - 1.
@@ -133,21 +135,23 @@ class DFlashDrafter:
         ids = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
         ids[:, 0] = root
         x = self._embed(ids).flatten(0, 1).float() * c.input_embedding_scale  # [B * b, H]
-        turns = self.rope.turns(position.unsqueeze(1) + torch.arange(block, device=self.device))
-        place, span = cache.place(position, block), int(position.max()) + block
-        masks = self._masks(position, span)
+        segments = cache.segments(position.tolist(), [block] * batch)
+        turns, masks = self._turns(segments), self._masks(segments)
         for index, layer in enumerate(self.layers):
             states = layer.input_norm(x, self.dtype)
-            cache.write(index, place, self._key_value(layer, states, turns).unflatten(0, (batch, block)))
+            cache.write(index, segments, self._key_value(layer, states, turns))
             query = layer.query_norm(layer.query(states).float().unflatten(-1, (-1, c.head_dim)), torch.float32)
             self.rope.apply_(query, turns)
-            keys, values = cache.read(index, span)
             mask = masks[c.windows[index], c.causal[index]]
-            x = x + layer.out(attend(query.to(self.dtype).unflatten(0, (batch, block)), keys, values, mask))
+            x = x + layer.out(attend_segments(query.to(self.dtype), cache, index, segments, mask))
             gate, up = layer.gate_up(layer.mlp_norm(x, self.dtype)).chunk(2, -1)
             x = x + layer.down(F.silu(gate) * up)
         slots = x.unflatten(0, (batch, block))[:, 1 : depths + 1].flatten(0, 1)
         return self._logits(self.norm(slots, self.dtype)).unflatten(0, (batch, depths))
+
+    def _turns(self, segments: Sequence[Segment]) -> Tensor:
+        """Rotary turns of the segments' rows, which stand at consecutive positions: [M, 1, hd/2] complex64."""
+        return self.rope.turns(torch.cat([torch.arange(s.start, s.span, device=self.device) for s in segments]))
 
     def _key_value(self, layer: _Layer, states: Tensor, turns: Tensor) -> Tensor:
         """states [M, H] -> keys' heads, then values' [M, 2 * kv_heads, hd] float32."""
@@ -157,16 +161,20 @@ class DFlashDrafter:
         self.rope.apply_(keys, turns)
         return torch.cat([keys, values], 1)
 
-    def _masks(self, position: Tensor, span: int) -> dict[tuple[int | None, bool], Tensor | None]:
-        """One attention mask per kind of layer."""
+    def _masks(self, segments: Sequence[Segment]) -> dict[tuple[int | None, bool], list[Tensor | None]]:
+        """Attention masks by kind of layer, one per segment."""
         c = self.config
-        block = torch.ones(len(position), c.block_size, c.block_size, dtype=torch.bool, device=self.device)
+        block = torch.ones(1, c.block_size, c.block_size, dtype=torch.bool, device=self.device)
         kinds: set[tuple[int | None, bool]] = set(zip(c.windows, c.causal, strict=True))
         groups = c.num_heads // c.num_kv_heads
+        starts = torch.tensor([s.start for s in segments], device=self.device)
         return {
-            (window, causal): attention_mask(
-                position, block.tril() if causal else block, span, self.dtype, groups, window
-            )
+            (window, causal): [
+                attention_mask(
+                    starts[i : i + 1], block.tril() if causal else block, s.span, self.dtype, groups, window
+                )
+                for i, s in enumerate(segments)
+            ]
             for window, causal in kinds
         }
 

@@ -1,9 +1,20 @@
 """The parts that target and drafter are both made of."""
 
-from ddtree.layers.attention import attend, attention_mask
-from ddtree.layers.cache import KVCache
+from ddtree.layers.attention import attend, attend_segments, attention_mask
+from ddtree.layers.cache import KVCache, Segment
 from ddtree.layers.linear import Linear, packs
 from ddtree.layers.norm import RMSNorm
 from ddtree.layers.rope import Rope, interleave
 
-__all__ = ["KVCache", "Linear", "RMSNorm", "Rope", "attend", "attention_mask", "interleave", "packs"]
+__all__ = [
+    "KVCache",
+    "Linear",
+    "RMSNorm",
+    "Rope",
+    "Segment",
+    "attend",
+    "attend_segments",
+    "attention_mask",
+    "interleave",
+    "packs",
+]

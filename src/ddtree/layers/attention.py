@@ -1,8 +1,12 @@
 """Attention of the rows of a forward to the committed context and to each other."""
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from ddtree.layers.cache import KVCache, Segment
 
 
 def attention_mask(
@@ -43,3 +47,19 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
     packed = query.unflatten(2, (kv, -1)).permute(0, 2, 3, 1, 4).reshape(batch, kv, -1, dim)  # [B, kv, G * N, hd]
     out = F.scaled_dot_product_attention(packed, keys, values, attn_mask=mask)
     return out.unflatten(2, (-1, n)).permute(0, 3, 1, 2, 4).reshape(batch * n, heads * dim)
+
+
+def attend_segments(
+    query: Tensor, cache: KVCache, layer: int, segments: Sequence[Segment], masks: Sequence[Tensor | None]
+) -> Tensor:
+    """Attention of a batch without padding, one sequence after another.
+
+    Args:
+        query: [M, heads, hd], the segments' rows one after another, in the cache's dtype.
+        masks: each segment's, see attention_mask.
+    A sequence's result does not depend on its neighbours, not in its last bit. Returns: [M, heads * hd].
+    """
+    parts = [
+        attend(query[s.rows].unsqueeze(0), *cache.read(layer, s), mask) for s, mask in zip(segments, masks, strict=True)
+    ]
+    return parts[0] if len(parts) == 1 else torch.cat(parts)

@@ -1,57 +1,89 @@
-"""Keys and values of the committed context, with the rows of the current forward behind it."""
+"""Keys and values of the committed context of many sequences, with the rows of the current forward behind it."""
 
-from dataclasses import dataclass
+import mmap
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
 
 
+@dataclass(frozen=True)
+class Segment:
+    """One sequence's rows in a forward whose rows lie one sequence after another, without padding."""
+
+    slot: int  # where in the cache
+    start: int  # position of its first row = its committed length
+    first: int  # index of its first row in the forward
+    size: int
+
+    @property
+    def span(self) -> int:
+        """Keys its rows can see: the committed ones and their own."""
+        return self.start + self.size
+
+    @property
+    def rows(self) -> slice:
+        """Its rows in the forward."""
+        return slice(self.first, self.first + self.size)
+
+
 @dataclass
 class KVCache:
-    """One tensor for all layers. Slot j of a sequence holds absolute position j; slots past the committed length are
-    scratch: a forward writes its rows there, and a commit moves the accepted ones to the front.
+    """One tensor for all layers and sequences; a view of it, for a batch, names the slots of the batch's sequences.
 
-    It is zeroed once, since a masked NaN in never-written memory would still poison attention.
+    Position j of a slot holds absolute position j of its sequence; positions past the committed length are scratch: a
+    forward writes its rows there, and a commit moves the accepted ones to the front. It is zeroed once, since a masked
+    NaN in never-written memory would still poison attention.
     """
 
-    data: Tensor  # [L, B, 2 * kv_heads, T, head_dim]: keys' heads, then values'; dense per head, as attention reads
+    data: Tensor  # [L, S, 2 * kv_heads, T, head_dim]: keys' heads, then values'; dense per head, as attention reads
+    slots: tuple[int, ...] = field(default=())  # the S slots of this view's sequences, in the batch's order
+
+    def __post_init__(self) -> None:
+        self.slots = self.slots or tuple(range(self.data.shape[1]))
 
     @classmethod
     def allocate(
-        cls, layers: int, batch: int, slots: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device
+        cls,
+        layers: int,
+        slots: int,
+        length: int,
+        kv_heads: int,
+        head_dim: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> "KVCache":
-        """slots: positions per sequence, scratch included."""
-        return cls(torch.zeros(layers, batch, 2 * kv_heads, slots, head_dim, dtype=dtype, device=device))
+        """length: positions per slot, scratch included. On a CPU, memory is taken page by page as it is written."""
+        return cls(_zeros((layers, slots, 2 * kv_heads, length, head_dim), dtype, device))
 
     @property
-    def slots(self) -> int:
-        """Positions per sequence, scratch included."""
+    def length(self) -> int:
+        """Positions per slot, scratch included."""
         return self.data.shape[3]
 
-    def sequence(self, index: int) -> "KVCache":
-        """A view of one sequence, as a cache of batch size 1."""
-        return KVCache(self.data[:, index : index + 1])
+    def view(self, slots: Sequence[int]) -> "KVCache":
+        """The same memory for a batch whose sequences lie in these slots of this view."""
+        return KVCache(self.data, tuple(self.slots[slot] for slot in slots))
 
-    def place(self, start: Tensor, count: int) -> tuple[Tensor, Tensor] | int:
-        """Where `count` new rows of each sequence go: computed once a forward, used by every layer.
+    def segments(self, starts: Sequence[int], sizes: Sequence[int]) -> list[Segment]:
+        """Where the rows of a forward go: sizes[b] rows of sequence b behind its starts[b] committed positions."""
+        found, first = [], 0
+        for slot, start, size in zip(self.slots, starts, sizes, strict=True):
+            found.append(Segment(slot, start, first, size))
+            first += size
+        return found
 
-        start: [B] int64. A single sequence on a CPU is a plain slice, several times cheaper than an index.
-        """
-        if self.data.shape[1] == 1 and start.device.type == "cpu":
-            return int(start[0])
-        batch = torch.arange(self.data.shape[1], device=start.device).unsqueeze(1)
-        return batch, start.unsqueeze(1) + torch.arange(count, device=start.device)
+    def write(self, layer: int, segments: Sequence[Segment], heads: Tensor) -> None:
+        """heads: [M, 2 * kv_heads, hd], any float dtype, the segments' rows one after another."""
+        for s in segments:
+            self.data[layer, s.slot, :, s.start : s.span].copy_(heads[s.rows].transpose(0, 1))
 
-    def write(self, layer: int, place: tuple[Tensor, Tensor] | int, heads: Tensor) -> None:
-        """heads: [B, N, 2 * kv_heads, hd], any float dtype."""
-        if isinstance(place, int):
-            self.data[layer, :, :, place : place + heads.shape[1]].copy_(heads.transpose(1, 2))
-        else:
-            self.data[layer].transpose(1, 2).index_put_(place, heads.to(self.data.dtype))
-
-    def read(self, layer: int, span: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of slots 0 .. span-1: two views [B, kv_heads, span, hd]."""
-        keys, values = self.data[layer, :, :, :span].chunk(2, dim=1)
+    def read(self, layer: int, segment: Segment) -> tuple[Tensor, Tensor]:
+        """Keys and values that a segment's rows may see: two views [1, kv_heads, span, hd]."""
+        keys, values = self.data[layer, segment.slot : segment.slot + 1, :, : segment.span].chunk(2, dim=1)
         return keys, values
 
     def commit(self, path: Tensor, position: Tensor) -> None:
@@ -63,8 +95,23 @@ class KVCache:
         kept = path >= 0
         if path.device.type == "cpu" and bool(((path == order) | ~kept).all()):
             return  # the rows already lie where they belong: a chain, or no accepted row
-        batch = torch.arange(path.shape[0], device=path.device).unsqueeze(1)
+        slot = torch.tensor(self.slots, device=path.device).unsqueeze(1)  # [B, 1]
         source = position.unsqueeze(1) + path.clamp(min=0)
         target = position.unsqueeze(1) + order * kept  # what is not on the path moves the root onto itself
-        tokens = self.data.transpose(2, 3)  # [L, B, T, 2 * kv_heads, hd]
-        tokens[:, batch, target] = tokens[:, batch, source]
+        tokens = self.data.transpose(2, 3)  # [L, S, T, 2 * kv_heads, hd]
+        tokens[:, slot, target] = tokens[:, slot, source]
+
+    def copy(self, source: int, target: int, count: int) -> None:
+        """Give slot `target` the first `count` positions of slot `source` (slots of the whole cache)."""
+        self.data[:, target, :, :count] = self.data[:, source, :, :count]
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeroed memory. torch.zeros writes every page; of a cache planned for the longest context most are never used."""
+    if device.type != "cpu" or not prod(shape):
+        return torch.zeros(shape, dtype=dtype, device=device)
+    memory = mmap.mmap(-1, prod(shape) * dtype.itemsize)  # zeroed by the system, page by page
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        with suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_NOHUGEPAGE)  # a huge page would take the memory of thousands of positions at once
+    return torch.frombuffer(memory, dtype=dtype).view(shape)

@@ -30,7 +30,7 @@ class Rope:
         self.inv_freq = _scale(1.0 / (theta**exponent), scaling or {}).to(device)  # [hd/2] float32
 
     def turns(self, positions: Tensor) -> Tensor:
-        """positions: [B, N] int64 -> [B * N, 1, hd/2] complex64."""
+        """positions: [...] int64, M in all -> [M, 1, hd/2] complex64."""
         angles = positions.reshape(-1, 1, 1).float() * self.inv_freq
         return torch.polar(torch.ones_like(angles), angles)
 

@@ -32,17 +32,18 @@ class Target(Protocol):
     def tap(self, layers: tuple[int, ...]) -> None:
         """Choose the feature layers; features have len(layers) * hidden_size columns, in this order."""
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        """A zeroed cache for `batch` sequences of `slots` positions each."""
+    def allocate(self, slots: int, length: int) -> KVCache:
+        """A zeroed cache for `slots` sequences of `length` positions each, scratch included."""
 
     def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        """Append a chunk of one prompt. ids: [1, T] int64; position: [1] int64, tokens already in the cache.
+        """Append a chunk of one prompt. cache: a view of one sequence; ids: [1, T] int64; position: [1] int64, tokens
+        already in the cache.
 
         Returns: features [1, T, F] and the last row's logits [1, V].
         """
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
-        """One forward over rows [B, N] behind `position` [B] committed tokens.
+        """One forward over rows [B, N] behind `position` [B] committed tokens; padding lies behind a sequence's rows.
 
         Returns: logits [B, N, V] and features [B, N, F]. Keys and values stay in scratch slots until commit.
         """

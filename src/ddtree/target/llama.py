@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddtree.layers import KVCache, Linear, RMSNorm, Rope, attend, attention_mask, interleave
+from ddtree.layers import KVCache, Linear, RMSNorm, Rope, Segment, attend_segments, attention_mask, interleave
 from ddtree.layers.fields import Fields, read_config
 from ddtree.layers.weights import Weights, open_weights
 from ddtree.target.base import TargetSpec
@@ -30,11 +30,9 @@ class _Layer:
 class _Forward:
     """What every layer of one forward shares."""
 
-    shape: tuple[int, int]  # B, N
-    turns: Tensor
-    place: Any  # see KVCache.place
-    span: int
-    mask: Tensor | None
+    segments: list[Segment]
+    turns: Tensor  # [M, 1, hd/2] complex64
+    masks: list[Tensor | None]  # one per segment
 
 
 class LlamaTarget:
@@ -102,26 +100,36 @@ class LlamaTarget:
         """See Target.tap."""
         self.feature_layers = layers
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
+    def allocate(self, slots: int, length: int) -> KVCache:
         """See Target.allocate."""
         c = self.config
         return KVCache.allocate(
-            c.num_layers, batch, slots, c.num_kv_heads, c.head_dim, self.spec.dtype, self.spec.device
+            c.num_layers, slots, length, c.num_kv_heads, c.head_dim, self.spec.dtype, self.spec.device
         )
 
     def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
         """See Target.prefill."""
         n = ids.shape[1]
         causal = torch.ones(1, n, n, dtype=torch.bool, device=ids.device).tril()
-        depths = torch.arange(n, device=ids.device).unsqueeze(0)
-        hidden, features = self._forward(cache, ids, position, depths, causal)
-        return features, self.head(self.norm(hidden[-1:], self.spec.dtype))
+        segments = cache.segments(position.tolist(), [n])
+        hidden, features = self._forward(cache, ids[0], segments, torch.arange(n, device=ids.device), [causal])
+        return features.unsqueeze(0), self.head(self.norm(hidden[-1:], self.spec.dtype))
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
-        """See Target.verify."""
-        batch, n = rows.tokens.shape
-        hidden, features = self._forward(cache, rows.tokens, position, rows.depths, unpack(rows.ancestors, n))
-        return self.head(self.norm(hidden, self.spec.dtype)).unflatten(0, (batch, n)), features
+        """See Target.verify. Padding is not computed: its logits and features are 0."""
+        n = rows.tokens.shape[1]
+        sizes = ((rows.parents >= 0).sum(1) + 1).tolist()
+        real = [(b, slice(size)) for b, size in enumerate(sizes)]
+        visible = unpack(rows.ancestors, n)
+        hidden, features = self._forward(
+            cache,
+            torch.cat([rows.tokens[at] for at in real]),
+            cache.segments(position.tolist(), sizes),
+            torch.cat([rows.depths[at] for at in real]),
+            [visible[b : b + 1, :size, :size] for b, size in enumerate(sizes)],
+        )
+        logits = self.head(self.norm(hidden, self.spec.dtype))
+        return _padded(logits, sizes, n), _padded(features, sizes, n)
 
     def commit(self, cache: KVCache, path: Tensor, position: Tensor) -> None:
         """See Target.commit."""
@@ -136,39 +144,50 @@ class LlamaTarget:
         return self.lm_head(hidden)
 
     def _forward(
-        self, cache: KVCache, ids: Tensor, start: Tensor, depths: Tensor, visible: Tensor
+        self, cache: KVCache, ids: Tensor, segments: list[Segment], depths: Tensor, visible: list[Tensor]
     ) -> tuple[Tensor, Tensor]:
-        """All layers over rows [B, N]: the residual stream [B * N, H] float32, and features [B, N, F]."""
-        c = self.config
-        batch, n = ids.shape
-        span = int(start.max()) + n
+        """All layers over the segments' rows: the residual stream [M, H] float32, and features [M, F].
+
+        ids, depths: [M] int64; visible: [1, size, size] bool per segment, which rows a row sees.
+        """
+        c, device = self.config, ids.device
+        starts = torch.tensor([s.start for s in segments], device=device)
+        sizes = torch.tensor([s.size for s in segments], device=device)
         shared = _Forward(
-            shape=(batch, n),
-            turns=self.rope.turns(start.unsqueeze(1) + depths),
-            place=cache.place(start, n),
-            span=span,
-            mask=attention_mask(start, visible, span, self.spec.dtype, c.num_heads // c.num_kv_heads),
+            segments=segments,
+            turns=self.rope.turns(starts.repeat_interleave(sizes) + depths),
+            masks=[
+                attention_mask(starts[i : i + 1], visible[i], s.span, self.spec.dtype, c.num_heads // c.num_kv_heads)
+                for i, s in enumerate(segments)
+            ],
         )
-        x = self.embed(ids).flatten(0, 1).float()  # [B * N, H]
+        x = self.embed(ids).float()  # [M, H]
         taps: dict[int, Tensor] = {}
         for index, layer in enumerate(self.layers):
             x = self._layer(layer, index, x, cache, shared)
             if index in self.feature_layers:
                 taps[index] = x.to(self.spec.dtype)
-        features = torch.cat([taps[i] for i in self.feature_layers], -1) if taps else x.new_zeros(len(x), 0)
-        return x, features.unflatten(0, (batch, n))
+        return x, torch.cat([taps[i] for i in self.feature_layers], -1) if taps else x.new_zeros(len(x), 0)
 
     def _layer(self, layer: _Layer, index: int, x: Tensor, cache: KVCache, shared: _Forward) -> Tensor:
         c, dtype = self.config, self.spec.dtype
-        heads = layer.qkv(layer.input_norm(x, dtype)).float()
-        heads = heads.view(*shared.shape, -1, c.head_dim)  # [B, N, heads + 2 kv_heads, hd]
-        turned = c.num_heads + c.num_kv_heads
-        self.rope.apply_(heads.flatten(0, 1)[:, :turned], shared.turns)
-        cache.write(index, shared.place, heads[:, :, c.num_heads :])
-        keys, values = cache.read(index, shared.span)
-        x = x + layer.out(attend(heads[:, :, : c.num_heads].to(dtype), keys, values, shared.mask))
+        heads = layer.qkv(layer.input_norm(x, dtype)).float().unflatten(-1, (-1, c.head_dim))  # [M, heads + 2 kv, hd]
+        self.rope.apply_(heads[:, : c.num_heads + c.num_kv_heads], shared.turns)
+        cache.write(index, shared.segments, heads[:, c.num_heads :])
+        query = heads[:, : c.num_heads].to(dtype)
+        x = x + layer.out(attend_segments(query, cache, index, shared.segments, shared.masks))
         gate, up = layer.gate_up(layer.mlp_norm(x, dtype)).chunk(2, -1)
         return x.add_(layer.down(F.silu(gate) * up))
+
+
+def _padded(rows: Tensor, sizes: list[int], width: int) -> Tensor:
+    """rows [M, ...] of sequences one after another -> [B, width, ...]; a view where all are of this width."""
+    if all(size == width for size in sizes):
+        return rows.unflatten(0, (len(sizes), width))
+    out = rows.new_zeros(len(sizes), width, *rows.shape[1:])
+    for b, part in enumerate(rows.split(sizes)):
+        out[b, : len(part)] = part
+    return out
 
 
 def _end_ids(folder: Path, raw: dict[str, Any]) -> tuple[int, ...]:

@@ -2,7 +2,7 @@
 
 from ddtree.tree.accept import Accepted, accept, cut
 from ddtree.tree.build import Nodes, best_first, chain, union
-from ddtree.tree.proposal import Proposal, best, top_k
+from ddtree.tree.proposal import Proposal, best, largest, top_k
 from ddtree.tree.state import DraftTree, RoundState, Rows, unpack
 
 __all__ = [
@@ -17,6 +17,7 @@ __all__ = [
     "best_first",
     "chain",
     "cut",
+    "largest",
     "top_k",
     "union",
     "unpack",

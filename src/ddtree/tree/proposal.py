@@ -25,7 +25,7 @@ def top_k(logits: Tensor, k: int) -> Proposal:
         k: ranks to keep; fewer are kept where the vocabulary is smaller.
     Source: DDTree (arXiv 2604.12989), section on tree construction: the top min(B, V) tokens per depth suffice.
     """
-    values, tokens = _largest(logits, min(k, logits.shape[-1]))
+    values, tokens = largest(logits, min(k, logits.shape[-1]))
     norm = logits.float().logsumexp(-1, keepdim=True)  # [B, D, 1]
     # Rounding may lift a near-certain token above probability 1; a child would then outscore its parent.
     log_q = (values.float() - norm).clamp_(max=0.0)
@@ -37,11 +37,13 @@ def best(logits: Tensor) -> Tensor:
 
     What torch.argmax gives, 3 to 4 times faster on a CPU.
     """
-    return _largest(logits, 1)[1].squeeze(-1)
+    return largest(logits, 1)[1].squeeze(-1)
 
 
-def _largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
+def largest(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
     """The k largest values of the last dimension, best first, ties by lowest index, with their indices.
+
+    NaN counts as larger than any number, so that it cannot go unseen.
 
     The k largest lie within the k chunks of largest maximum, so one vectorised pass over the maxima replaces the scan
     that torch.topk makes over every column: several times faster at 15 x 49,152 on a CPU.
@@ -63,7 +65,8 @@ def _exact_top_k(values: Tensor, k: int) -> tuple[Tensor, Tensor]:
     Value and index are packed into one int64: the float's bits, made to sort as integers, above the negated index.
     """
     bits = (values.float() + 0.0).view(torch.int32)  # + 0.0 makes -0.0 equal to 0.0
-    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long()
+    # The processor makes NaN with either sign; a negative one would sort below everything.
+    order = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).masked_fill_(values.isnan(), 0x7FFFFFFF).long()
     index = torch.arange(values.shape[-1], device=values.device)
     top = ((order << 32) - index).topk(k, -1).values
     chosen = -top & 0xFFFFFFFF

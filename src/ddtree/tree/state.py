@@ -33,8 +33,8 @@ class RoundState:
     parents: Tensor  # [B, N] int64
     depths: Tensor  # [B, N] int64
     ancestors: Tensor  # [B, N, W] int64
-    chain: Tensor  # [B, N] bool: rows that linear would verify
-    tree: Tensor  # [B, N] bool: rows that tree would verify
+    member: Tensor  # [B, N] bool: rows that may be committed, where a round also verifies others
+    tree: Tensor  # [B, N] bool: rows of the tree, where a round verifies it without committing along it
     path: Tensor  # [B, D + 1] int64: accepted rows, the root first, -1 behind them
     n_accepted: Tensor  # [B] int64: accepted rows without the root, before any cut
     committed: Tensor  # [B, D + 1] int64: the tokens this round adds; -1 behind them
@@ -59,7 +59,7 @@ class RoundState:
             parents=ints(batch, rows, value=-1),
             depths=ints(batch, rows),
             ancestors=ints(batch, rows, -(-rows // WORD)),
-            chain=bools(batch, rows),
+            member=bools(batch, rows),
             tree=bools(batch, rows),
             path=ints(batch, depth + 1, value=-1),
             n_accepted=ints(batch),
