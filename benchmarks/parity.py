@@ -47,7 +47,7 @@ def against_transformers(prompts: list[list[int]], found: list[list[int]], max_t
 
 def half_precision(full: Engine, prompts: list[list[int]], params: SamplingParams) -> dict[str, Any]:
     """Regret of every bfloat16 token by mode, against float32."""
-    half = Engine.load(EngineConfig(dtype="bfloat16", device="cpu"))
+    half = Engine.load(EngineConfig(dtype="bfloat16", device="cpu", prefix_caching=False))
     plain = answers(half, prompts, params, Speculation(mode="ar"), 1)
     report: dict[str, Any] = {}
     for speculation in SPECULATIONS:
@@ -73,7 +73,7 @@ def main() -> None:
     options.add_argument("--parts", default="greedy,sampled,bfloat16", help="which parts to run, separated by commas")
     args = options.parse_args()
     parts = args.parts.split(",")
-    full = Engine.load(EngineConfig(dtype="float32", device="cpu"))
+    full = Engine.load(EngineConfig(dtype="float32", device="cpu", prefix_caching=False))
     prompts = tokens_of(full, args.prompts)
     greedy = SamplingParams(max_tokens=args.max_tokens, seed=1)
     report: dict[str, Any] = {"prompts": len(prompts), "max_tokens": args.max_tokens, **machine()}

@@ -5,13 +5,11 @@ python benchmarks/serve_footprint.py --output benchmarks/results/serve_footprint
 
 import json
 import re
-import subprocess
-import sys
 import time
 import urllib.request
-from pathlib import Path
 
 from common import finish, machine, parser
+from serving import served
 
 
 def peak_mib(pid: int) -> float:
@@ -32,34 +30,20 @@ def ask(url: str, content: str, max_tokens: int) -> dict:
 
 def main() -> None:
     options = parser(__doc__)
-    options.add_argument("--port", type=int, default=30555)
     options.add_argument("args", nargs="*", help="more options for ddtree serve, behind --")
     args = options.parse_args()
-    url = f"http://127.0.0.1:{args.port}"
-    command = [str(Path(sys.executable).with_name("ddtree")), "serve", "--port", str(args.port), *args.args]
     started = time.perf_counter()
-    with subprocess.Popen(command) as server:
-        try:
-            while True:
-                if server.poll() is not None:
-                    raise SystemExit(f"the server ended with {server.returncode}")
-                try:
-                    urllib.request.urlopen(f"{url}/health").close()
-                    break
-                except OSError:
-                    time.sleep(0.02)
-            ready = time.perf_counter() - started
-            at_start = peak_mib(server.pid)
-            answers = [ask(url, text, 128) for text in ("Hello!", "Tell me about the sea. " * 150)]
-            report = {
-                "ready_seconds": round(ready, 2),
-                "peak_mib_ready": round(at_start),
-                "peak_mib_after_requests": round(peak_mib(server.pid)),
-                "requests": [answer["usage"] for answer in answers],
-                **machine(),
-            }
-        finally:
-            server.terminate()
+    with served(*args.args) as (url, server):
+        ready = time.perf_counter() - started
+        at_start = peak_mib(server.pid)
+        answers = [ask(url, text, 128) for text in ("Hello!", "Tell me about the sea. " * 150)]
+        report = {
+            "ready_seconds": round(ready, 2),
+            "peak_mib_ready": round(at_start),
+            "peak_mib_after_requests": round(peak_mib(server.pid)),
+            "requests": [answer["usage"] for answer in answers],
+            **machine(),
+        }
     finish(report, args.output)
 
 

@@ -58,7 +58,7 @@ def main() -> None:
     options.add_argument("--context", type=int, default=300)
     options.add_argument("--turns", type=int, default=30)
     args = options.parse_args()
-    engine = Engine.load(EngineConfig(dtype=args.dtype, device="cpu"))
+    engine = Engine.load(EngineConfig(dtype=args.dtype, device="cpu", prefix_caching=False))
     weights = products(engine)
     plain = [torch.randn(w.out_features, w.in_features, dtype=engine.target.spec.dtype) * 0.02 for w in weights]
     with torch.inference_mode():

@@ -4,7 +4,7 @@ The caches hold token ids, written, read and committed by the same KVCache as a 
 shows as a wrong history.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,19 +21,21 @@ CPU = torch.device("cpu")
 Script = Callable[[tuple[int, ...]], Sequence[float]]  # history -> logits of the next token
 
 
-def token_cache(batch: int, slots: int) -> KVCache:
+def token_cache(slots: int, length: int) -> KVCache:
     """A cache whose one key is the token id plus one (0: never written)."""
-    return KVCache.allocate(1, batch, slots, 1, 1, torch.float64, CPU)
+    return KVCache.allocate(1, slots, length, 1, 1, torch.float64, CPU)
 
 
-def write(cache: KVCache, ids: Tensor, start: Tensor) -> None:
-    heads = (ids + 1).to(torch.float64)[:, :, None, None].expand(-1, -1, 2, 1)
-    cache.write(0, cache.place(start, ids.shape[1]), heads)
+def write(cache: KVCache, ids: Sequence[Tensor], starts: Sequence[int]) -> None:
+    """ids: one [n] tensor per sequence."""
+    heads = (torch.cat(list(ids)) + 1).to(torch.float64)[:, None, None].expand(-1, 2, 1)
+    cache.write(0, cache.segments(starts, [len(i) for i in ids]), heads)
 
 
-def history(cache: KVCache, index: int, slots: Sequence[int]) -> tuple[int, ...]:
-    tokens = [int(cache.data[0, index, 0, slot, 0]) - 1 for slot in slots]
-    assert all(t >= 0 for t in tokens), "a slot that was never written is read"
+def history(cache: KVCache, index: int, places: Sequence[int]) -> tuple[int, ...]:
+    """What sequence `index` of a view holds at these positions."""
+    tokens = [int(cache.data[0, cache.slots[index], 0, place, 0]) - 1 for place in places]
+    assert all(t >= 0 for t in tokens), "a position that was never written is read"
     return tuple(tokens)
 
 
@@ -49,23 +51,24 @@ class ScriptedTarget:
     def tap(self, layers: tuple[int, ...]) -> None:
         self.feature_layers = layers
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        return token_cache(batch, slots)
+    def allocate(self, slots: int, length: int) -> KVCache:
+        return token_cache(slots, length)
 
     def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        write(cache, ids, position)
+        write(cache, [ids[0]], position.tolist())
         seen = history(cache, 0, range(int(position[0]) + ids.shape[1]))
         return ids.unsqueeze(-1).double(), self._logits(seen).unsqueeze(0)
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
         batch, n = rows.tokens.shape
         self.forwards.append(n)
-        write(cache, rows.tokens, position)
+        sizes = [int((rows.parents[b] >= 0).sum()) + 1 for b in range(batch)]
+        write(cache, [rows.tokens[b, :size] for b, size in enumerate(sizes)], position.tolist())
         visible = unpack(rows.ancestors, n)
         logits = torch.zeros(batch, n, self.spec.vocab_size, dtype=torch.float64)
         for b in range(batch):
             base = int(position[b])
-            for row in range(n):
+            for row in range(sizes[b]):
                 path = [base + j for j in range(n) if visible[b, row, j]]
                 logits[b, row] = self._logits(history(cache, b, [*range(base), *path]))
         return logits, rows.tokens.unsqueeze(-1).double()
@@ -102,11 +105,13 @@ class ScriptedDrafter:
         self.script = script
         self.config = drafter_config(block_size, max_position)
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        return token_cache(batch, slots)
+    def allocate(self, slots: int, length: int) -> KVCache:
+        return token_cache(slots, length)
 
-    def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
-        write(cache, features[..., 0].long(), position)
+    def append(self, cache: KVCache, features: Tensor, position: Tensor, counts: Sequence[int] | None = None) -> None:
+        ids = features[..., 0].long()
+        counts = counts or [ids.shape[1]] * len(ids)
+        write(cache, [ids[b, :count] for b, count in enumerate(counts)], position.tolist())
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
         proposals = []
@@ -144,8 +149,45 @@ class CharStream:
 
 
 def scripted_engine(
-    target: ScriptedTarget, drafter: ScriptedDrafter | None, pieces: Sequence[str] = (), **speculation: Any
+    target: ScriptedTarget,
+    drafter: ScriptedDrafter | None,
+    pieces: Sequence[str] = (),
+    config: Mapping[str, Any] | None = None,
+    **speculation: Any,
 ) -> Engine:
-    """An engine on scripted parts; with no drafter, mode ar."""
+    """An engine on scripted parts; with no drafter, mode ar. config: fields of EngineConfig."""
     chosen = Speculation(**speculation) if speculation or drafter else Speculation(mode="ar")
-    return Engine(target, drafter, CharText(pieces), EngineConfig(speculation=chosen))  # type: ignore[arg-type]
+    return Engine(target, drafter, CharText(pieces), EngineConfig(speculation=chosen, **(config or {})))  # type: ignore[arg-type]
+
+
+HASHED_VOCAB = 4
+
+
+def hashed(history: tuple[int, ...], salt: int, step: int = 0) -> list[float]:
+    """Logits that look random and depend on the whole history."""
+    x = salt + 1
+    for token in history:
+        x = (x * 31 + token * 7 + step + 3) % 10007
+    return [((x * (t + 2) * (t + 3)) % 97) / 20 for t in range(HASHED_VOCAB)]
+
+
+def engine_for(
+    salt: int,
+    block: int = 5,
+    noise: float = 0.3,
+    limit: int = 4096,
+    config: Mapping[str, Any] | None = None,
+    **speculation: Any,
+) -> Engine:
+    """A drafter that follows the target's own greedy path, blurred, so that some of it is accepted."""
+
+    def propose(history: tuple[int, ...]) -> list[list[float]]:
+        rows = []
+        for depth in range(block - 1):
+            logits = hashed(history, salt)
+            rows.append([v + noise * ((depth * 5 + t * 3 + salt) % 7) for t, v in enumerate(logits)])
+            history = (*history, max(range(HASHED_VOCAB), key=lambda t, now=logits: now[t]))
+        return rows
+
+    target = ScriptedTarget(lambda history: hashed(history, salt), HASHED_VOCAB, end_ids=(3,))
+    return scripted_engine(target, ScriptedDrafter(propose, block, limit), "abc", config, **speculation)

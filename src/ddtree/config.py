@@ -9,17 +9,36 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024
+DEFAULT_MAX_BUDGET = 64
+MAX_RUNNING_REQUESTS = 1024
 MAX_SEED = 2**63 - 1
 MAX_TEMPERATURE = 1e300  # beyond any use; keeps infinity and whole numbers too large for a float out
 MAX_STOPS = 4  # as the OpenAI API has it
+MAX_LOGPROBS = 20  # as the OpenAI API has it
+MAX_PENALTY = 2.0  # as the OpenAI API has it; of presence and frequency, either way
+MAX_REPETITION_PENALTY = 1e6  # beyond any use
+MAX_BIAS = 100.0  # as the OpenAI API has it, either way
+GRAMMAR_KINDS = ("json_schema", "json_object", "regex", "lark")
 
 
-def _check_int(name: str, value: object, low: int, high: int | None = None) -> None:
+def _check_int(name: str, value: object, low: int, high: int | None = None, *, what: str = "") -> None:
+    """what: how the message calls the value, where it is a part of the option `name`."""
+    what = what or name
     if isinstance(value, bool) or not isinstance(value, int):
-        raise InvalidOption(f"{name} must be a whole number, not {value!r}", param=name)
+        raise InvalidOption(f"{what} must be a whole number, not {value!r}", param=name)
     if value < low or (high is not None and value > high):
         limits = f"at least {low}" if high is None else f"from {low} to {high}"
-        raise InvalidOption(f"{name} must be {limits}, not {value}", param=name)
+        raise InvalidOption(f"{what} must be {limits}, not {value}", param=name)
+
+
+def _check_number(
+    name: str, value: object, low: float, high: float, remedy: str, *, over: bool = False, what: str = ""
+) -> None:
+    """over: `low` itself is out. NaN is never in."""
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not low <= value <= high or (over and value == low):  # type: ignore[operator]
+        limits = f"above {low:g} and at most {high:g}" if over else f"from {low:g} to {high:g}"
+        raise InvalidOption(f"{what or name} must be a number {limits}, not {value!r}: {remedy}", param=name)
 
 
 @dataclass(frozen=True)
@@ -40,25 +59,93 @@ class Speculation:
 
 
 @dataclass(frozen=True)
+class Grammar:
+    """What an answer must look like. Hashable, so that compiled ones can be kept."""
+
+    kind: str  # one of GRAMMAR_KINDS
+    source: str = ""  # the schema as JSON text, the regular expression, or the Lark grammar; "" for json_object
+
+    def __post_init__(self) -> None:
+        if self.kind not in GRAMMAR_KINDS:
+            raise InvalidOption(
+                f"grammar kind {self.kind!r} is unknown: choose one of {', '.join(GRAMMAR_KINDS)}",
+                param="response_format",
+            )
+        if not isinstance(self.source, str) or bool(self.source) == (self.kind == "json_object"):
+            needs = "no source" if self.kind == "json_object" else "its source as text that is not empty"
+            raise InvalidOption(f"a {self.kind} grammar takes {needs}, not {self.source!r}", param="response_format")
+
+
+@dataclass(frozen=True)
 class SamplingParams:
-    """One request: how its tokens are chosen, and where they end."""
+    """One request: how its tokens are chosen, and where they end. Names and meanings are vLLM's."""
 
     max_tokens: int | None = None  # None: up to the end of the context
     temperature: float = 0.0  # 0 is greedy
+    top_p: float = 1.0  # the fewest best tokens that reach this probability; 1: all
+    top_k: int = 0  # exactly so many best tokens, the lowest ids first among equals; 0 or -1: all
+    min_p: float = 0.0  # tokens of at least this part of the best one's probability; 0: all
+    presence_penalty: float = 0.0  # taken off the logit of each token of the output so far
+    frequency_penalty: float = 0.0  # taken off it as often as it is there
+    repetition_penalty: float = (
+        1.0  # divides (below 0: multiplies) the logit of each token of prompt and output; 1: off
+    )
+    logit_bias: tuple[tuple[int, float], ...] = ()  # (token id, what is added to its logit)
     seed: int | None = None  # None: a fresh random seed for the request
     stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    min_tokens: int = 0  # no end token before so many
+    logprobs: int | None = None  # None: none; k: the chosen token's own and those of the k best at its place
+    grammar: Grammar | None = None
 
     def __post_init__(self) -> None:
         if self.max_tokens is not None:
             _check_int("max_tokens", self.max_tokens, 1)
-        number = isinstance(self.temperature, (int, float)) and not isinstance(self.temperature, bool)
-        if not number or not 0 <= self.temperature <= MAX_TEMPERATURE:  # false for NaN
-            raise InvalidOption(
-                f"temperature must be a number of at least 0, not {self.temperature!r}", param="temperature"
-            )
+        _check_int("min_tokens", self.min_tokens, 0, self.max_tokens)
         if self.seed is not None:
             _check_int("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
+        if self.logprobs is not None:
+            _check_int("logprobs", self.logprobs, 0, MAX_LOGPROBS)
+        if not isinstance(self.ignore_eos, bool):
+            raise InvalidOption(f"ignore_eos must be true or false, not {self.ignore_eos!r}", param="ignore_eos")
+        if self.grammar is not None and not isinstance(self.grammar, Grammar):
+            raise InvalidOption(f"grammar must be a Grammar, not {self.grammar!r}", param="grammar")
+        self._check_sampling()
+        self._check_bias()
+        self._check_stops()
+
+    def _check_sampling(self) -> None:
+        _check_number("temperature", self.temperature, 0, MAX_TEMPERATURE, "use 0 for greedy decoding")
+        _check_number(
+            "top_p", self.top_p, 0, 1, "use 1 to keep all tokens, or temperature 0 for the best alone", over=True
+        )
+        _check_number("min_p", self.min_p, 0, 1, "use 0 to keep all tokens")
+        _check_int("top_k", self.top_k, -1)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check_number(name, getattr(self, name), -MAX_PENALTY, MAX_PENALTY, "use 0 for none")
+        _check_number(
+            "repetition_penalty", self.repetition_penalty, 0, MAX_REPETITION_PENALTY, "use 1 for none", over=True
+        )
+
+    def _check_bias(self) -> None:
+        pairs = isinstance(self.logit_bias, tuple) and all(
+            isinstance(p, tuple) and len(p) == 2 for p in self.logit_bias
+        )
+        if not pairs:
+            raise InvalidOption(
+                f"logit_bias must be a tuple of (token id, bias), not {self.logit_bias!r}", param="logit_bias"
+            )
+        for token, bias in self.logit_bias:
+            _check_int("logit_bias", token, 0, what=f"logit_bias token {token!r}")
+            what = f"the logit_bias of token {token}"
+            _check_number("logit_bias", bias, -MAX_BIAS, MAX_BIAS, "leave the token out for no bias", what=what)
+        tokens = [token for token, _ in self.logit_bias]
+        if len(set(tokens)) < len(tokens):
+            twice = next(token for token in tokens if tokens.count(token) > 1)
+            raise InvalidOption(f"logit_bias names token {twice} twice: give it one bias", param="logit_bias")
+
+    def _check_stops(self) -> None:
         if not isinstance(self.stop, tuple):
             raise InvalidOption(f"stop must be a tuple of strings, not {self.stop!r}", param="stop")
         if len(self.stop) > MAX_STOPS:
@@ -66,6 +153,12 @@ class SamplingParams:
         for stop in self.stop:
             if not isinstance(stop, str) or not stop:
                 raise InvalidOption(f"stop strings must be text of at least one character, not {stop!r}", param="stop")
+        if not isinstance(self.stop_token_ids, tuple):
+            raise InvalidOption(
+                f"stop_token_ids must be a tuple of token ids, not {self.stop_token_ids!r}", param="stop_token_ids"
+            )
+        for token in self.stop_token_ids:
+            _check_int("stop_token_ids", token, 0, what="every one of stop_token_ids")
 
 
 @dataclass(frozen=True)
@@ -78,9 +171,23 @@ class EngineConfig:
     device: str = "auto"  # auto, cpu, cuda, cuda:N
     dtype: str = "auto"  # auto: bfloat16 where the processor computes in it, else float32
     max_model_len: int | None = None  # None: what the model was made for
+    max_running_requests: int = 8  # sequences that share a round, and slots that keep a finished one's context
+    max_tree_budget: int | None = None  # the largest a request may ask for; None: 64, or speculation's own if larger
+    prefill_chunk: int | None = None  # rows of one prefill forward; None: 128 on a CPU, 1024 on a GPU
+    prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
             raise InvalidOption(f"dtype {self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}", param="dtype")
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
+        _check_int("max_running_requests", self.max_running_requests, 1, MAX_RUNNING_REQUESTS)
+        if self.max_tree_budget is not None:
+            _check_int("max_tree_budget", self.max_tree_budget, self.speculation.tree_budget, MAX_TREE_BUDGET)
+        if self.prefill_chunk is not None:
+            _check_int("prefill_chunk", self.prefill_chunk, 1)
+
+    @property
+    def largest_budget(self) -> int:
+        """Tree nodes that caches and rounds are planned for."""
+        return self.max_tree_budget or max(DEFAULT_MAX_BUDGET, self.speculation.tree_budget)

@@ -108,7 +108,7 @@ def test_raw_takes_the_prompt_as_it_is(ddtree: Command, engines: list[FakeEngine
         (["Hi", "--tree-top-k", "0"], ["--tree-top-k", "not 0"]),
         (["Hi", "--tree-spine", "-1"], ["--tree-spine", "not -1"]),
         (["Hi", "--max-tokens", "0"], ["--max-tokens", "at least 1"]),
-        (["Hi", "--temperature", "-0.5"], ["--temperature", "at least 0", "-0.5"]),
+        (["Hi", "--temperature", "-0.5"], ["--temperature", "from 0", "not -0.5"]),
         (["Hi", "--temperature", "nan"], ["--temperature", "nan"]),
         (["Hi", "--dtype", "int4"], ["--dtype 'int4'", "bfloat16"]),
         (["Hi", "--max-model-len", "1"], ["--max-model-len", "at least 2"]),

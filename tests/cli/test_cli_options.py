@@ -15,6 +15,7 @@ import ddtree as package
 from ddtree.cli import app
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine
+from ddtree.server import ServerOptions
 
 LOADING: dict[str, list[str]] = {
     "model": ["--model", "/some/folder"],
@@ -32,7 +33,26 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     | REQUEST
     | {"mode": ["--mode", "linear"], "raw": ["--raw"], "stats": ["--stats"], "as_json": ["--json"], "prompt": []},
     "serve": LOADING
-    | {"mode": ["--mode", "linear"], "seed": ["--seed", "17"], "host": ["--host", "::1"], "port": ["--port", "0"]},
+    | {
+        "mode": ["--mode", "linear"],
+        "max_tree_budget": ["--max-tree-budget", "127"],
+        "max_running_requests": ["--max-running-requests", "4"],
+        "chunked_prefill_size": ["--chunked-prefill-size", "64"],
+        "prefix_caching": ["--no-prefix-caching"],
+        "seed": ["--seed", "17"],
+        "host": ["--host", "::1"],
+        "port": ["--port", "0"],
+        "served_model_name": ["--served-model-name", "one", "--served-model-name", "two"],
+        "api_key": ["--api-key", "first", "--api-key", "second"],
+        "reasoning_parser": ["--reasoning-parser", "qwen3"],
+        "tool_call_parser": ["--tool-call-parser", "hermes"],
+        "max_queue": ["--max-queue", "3"],
+        "max_body_mib": ["--max-body-mib", "0.5"],
+        "shutdown_timeout": ["--shutdown-timeout", "1.5"],
+        "vllm_metrics": ["--vllm-metrics"],
+        "access_log": ["--no-access-log"],
+        "log_level": ["--log-level", "debug"],
+    },
     "bench": LOADING
     | REQUEST
     | {
@@ -78,7 +98,13 @@ def observe(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.Monk
     return run
 
 
-@pytest.mark.parametrize(("command", "name"), [(command, name) for command in OPTIONS for name in OPTIONS[command]])
+ONE_VALUE = {("serve", "tool_call_parser")}  # only one can be chosen so far; others are refused
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [(command, name) for command in OPTIONS for name in OPTIONS[command] if (command, name) not in ONE_VALUE],
+)
 def test_no_option_is_accepted_and_ignored(observe: Any, command: str, name: str) -> None:
     base = [command, *BASE[command]]
     args = OPTIONS[command][name]
@@ -101,9 +127,25 @@ def test_serve_passes_everything_on(
     every = [word for name in OPTIONS["serve"] for word in OPTIONS["serve"][name]]
     assert ddtree("serve", *every).code == 0
     speculation = Speculation("linear", 63, 5, 3)
-    assert engines[0].config == EngineConfig("/some/folder", "/some/drafter", speculation, "cuda:1", "bfloat16", 777)
+    assert engines[0].config == EngineConfig(
+        "/some/folder", "/some/drafter", speculation, "cuda:1", "bfloat16", 777,
+        max_running_requests=4, max_tree_budget=127, prefill_chunk=64, prefix_caching=False,
+    )  # fmt: skip
     assert calls[0] == ("check", ("::1", 0), 0), "the port is checked before the model loads"
-    assert calls[1] == ((engines[0], "::1", 0), {"served_model_name": "/some/folder", "default_seed": 17})
+    options = ServerOptions(
+        served_model_names=("one", "two"),
+        default_seed=17,
+        api_keys=("first", "second"),
+        max_queue=3,
+        shutdown_timeout=1.5,
+        reasoning_parser="qwen3",
+        tool_call_parser="hermes",
+        vllm_metrics=True,
+        access_log=False,
+        log_level="debug",
+        max_body_mib=0.5,
+    )
+    assert calls[1] == ((engines[0], "::1", 0, options), {})
 
 
 def test_serve_defaults(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -112,8 +154,48 @@ def test_serve_defaults(ddtree: Command, engines: list[FakeEngine], monkeypatch:
     monkeypatch.setattr("ddtree.server.serve", lambda *args, **kwargs: calls.append((args, kwargs)))
     assert ddtree("serve").code == 0
     assert engines[0].config == EngineConfig()
-    served = {"served_model_name": EngineConfig().model, "default_seed": None}
-    assert calls == [((engines[0], "127.0.0.1", 30000), served)]
+    assert calls == [((engines[0], "127.0.0.1", 30000, ServerOptions((EngineConfig().model,))), {})]
+
+
+def test_keys_from_the_environment(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[Any] = []
+    monkeypatch.setattr("ddtree.server.check_port", lambda *args: None)
+    monkeypatch.setattr("ddtree.server.serve", lambda *args: calls.append(args[-1].api_keys))
+    monkeypatch.setenv("DDTREE_API_KEY", "one two")
+    assert ddtree("serve").code == 0
+    assert ddtree("serve", "--api-key", "three").code == 0
+    assert calls == [("one", "two"), ("three",)]
+    shown = ddtree("serve", "--help")
+    assert "DDTREE_API_KEY" in shown.out
+    assert "one two" not in shown.out
+
+
+@pytest.mark.parametrize(
+    ("args", "words"),
+    [
+        (["--max-queue", "-1"], "--max-queue must be from 0"),
+        (["--shutdown-timeout", "-1"], "--shutdown-timeout must be from 0"),
+        (["--shutdown-timeout", "nan"], "--shutdown-timeout must be from 0"),
+        (["--max-body-mib", "0"], "--max-body-mib must be"),
+        (["--max-body-mib", "inf"], "--max-body-mib must be"),
+        (["--log-level", "loud"], "--log-level 'loud' is unknown"),
+        (["--reasoning-parser", "gpt"], "--reasoning-parser 'gpt' is unknown"),
+        (["--tool-call-parser", "pythonic"], "--tool-call-parser 'pythonic' is unknown"),
+        (["--served-model-name", ""], "--served-model-name must not be empty"),
+        (["--api-key", ""], "--api-key must be"),
+        (["--api-key", "sch\u00f6n"], "--api-key must be"),
+        (["--max-running-requests", "0"], "--max-running-requests must be"),
+        (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be"),
+        (["--tree-budget", "9", "--max-tree-budget", "8"], "--max-tree-budget must be"),
+        (["--seed", str(2**64)], "--seed must be"),
+    ],
+    ids=str,
+)
+def test_serve_refuses_before_it_loads(ddtree: Command, engines: list[FakeEngine], args: list[str], words: str) -> None:
+    ran = ddtree("serve", *args)
+    assert ran.code == 1
+    assert ran.err.startswith(f"error: {words}"), ran.err
+    assert not engines
 
 
 def test_port_in_use(ddtree: Command, engines: list[FakeEngine]) -> None:

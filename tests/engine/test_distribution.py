@@ -32,7 +32,7 @@ VOCAB, LENGTH, DEPTHS = 4, 4, 4
 PROMPT = [2, 3, 1]
 FIRST = 2  # the certain first token of every answer
 TREE = Speculation(mode="tree", tree_budget=7, tree_top_k=3)
-DRAWS, BATCH = 50_000, 1_000
+DRAWS, BATCH = 50_000, 200
 LIMIT = 1e-3  # p-value of the chi-square test
 
 
@@ -63,7 +63,7 @@ def committed(data: KVCache, position: Tensor) -> Tensor:
     span = int(position.max())
     slots = torch.arange(span)
     seen = slots < position.unsqueeze(1)
-    tokens = data.data[0, :, 0, :span, 0].long() - 1
+    tokens = data.data[0, list(data.slots), 0, :span, 0].long() - 1
     assert bool((tokens.ge(0) | ~seen).all()), "a slot that was never written is read"
     assert tokens[:, : len(PROMPT)].tolist() == [PROMPT] * len(position), "the prompt was overwritten"
     return (tokens * seen * place_values(slots - len(PROMPT))).sum(1)
@@ -83,20 +83,20 @@ class TableTarget:
     def tap(self, layers: tuple[int, ...]) -> None:
         self.feature_layers = layers
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        return token_cache(batch, slots)
+    def allocate(self, slots: int, length: int) -> KVCache:
+        return token_cache(slots, length)
 
     def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
-        write(cache, ids, position)
+        write(cache, list(ids), position.tolist())
         logits = torch.full((1, VOCAB), -100.0, dtype=torch.float64)
         logits[0, FIRST] = 0.0
         return ids.unsqueeze(-1).double(), logits
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
         n = rows.tokens.shape[1]
-        write(cache, rows.tokens, position)
+        write(cache, list(rows.tokens), position.tolist())
         slots = position.unsqueeze(1) + torch.arange(n)
-        tokens = cache.data[0, :, 0, :, 0].gather(1, slots).long() - 1
+        tokens = cache.data[0, list(cache.slots), 0, :, 0].gather(1, slots).long() - 1
         places = position.unsqueeze(1) + rows.depths - len(PROMPT)  # [B, N]
         above = (unpack(rows.ancestors, n) * (tokens * place_values(places)).unsqueeze(1)).sum(-1)
         code = committed(cache, position).unsqueeze(1) + above
@@ -122,11 +122,11 @@ class TableDrafter:
         self.target = target
         self.config = drafter_config(DEPTHS + 1)
 
-    def allocate(self, batch: int, slots: int) -> KVCache:
-        return token_cache(batch, slots)
+    def allocate(self, slots: int, length: int) -> KVCache:
+        return token_cache(slots, length)
 
-    def append(self, cache: KVCache, features: Tensor, position: Tensor) -> None:
-        write(cache, features[..., 0].long(), position)
+    def append(self, cache: KVCache, features: Tensor, position: Tensor, counts: Sequence[int] | None = None) -> None:
+        write(cache, list(features[..., 0].long()), position.tolist())
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
         place = position - len(PROMPT)
@@ -155,10 +155,11 @@ class Drawn:
         return sum(a.rounds * (a.acceptance_length or 1.0) for a in self.answers) / self.rounds - 1
 
 
-def draw(speculation: Speculation, seeds: Sequence[int], batch: int = 1_000) -> Drawn:
+def draw(speculation: Speculation, seeds: Sequence[int], batch: int = BATCH) -> Drawn:
     """One answer a seed at temperature 1, through Engine.generate."""
     target = TableTarget()
-    engine = scripted_engine(target, TableDrafter(target))  # type: ignore[arg-type]
+    config = {"max_running_requests": batch, "prefix_caching": False}
+    engine = scripted_engine(target, TableDrafter(target), config=config)  # type: ignore[arg-type]
     answers: list[Generation] = []
     for start in range(0, len(seeds), batch):
         params = [SamplingParams(max_tokens=LENGTH + 1, temperature=1.0, seed=s) for s in seeds[start : start + batch]]

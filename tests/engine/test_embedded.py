@@ -18,7 +18,7 @@ SPECULATIONS = [Speculation(mode=mode) for mode in MODES]
 
 @pytest.fixture(scope="module")
 def engine() -> Engine:
-    return Engine.load(EngineConfig(dtype="float32"))
+    return Engine.load(EngineConfig(dtype="float32", prefix_caching=False))
 
 
 def prompts(engine: Engine, count: int) -> list[list[int]]:

@@ -161,18 +161,18 @@ def test_each_request_of_a_batch_ends_for_its_own_reason():
     assert texts == ["abc", "abcd", "abcdefghi", ("abcdefghijklmnopqrstuvwxyz" * 2)[:40]]
 
 
-def test_closing_a_stream_frees_its_caches():
+def test_closing_a_stream_frees_its_slot():
     engine = reciting("abcdefghijklmnopqrstuvwxyz", mode="tree")
     stream = engine.stream([0], SamplingParams(max_tokens=40))
     next(stream)
-    assert engine._pool.free == []
+    assert engine.scheduler.stats().running == 1
     stream.close()
-    assert len(engine._pool.free) == 1
+    assert engine.scheduler.stats().running == 0
     engine.stream([0], SamplingParams(max_tokens=40)).close()  # never advanced: nothing was taken
-    assert len(engine._pool.free) == 1
+    assert not engine.scheduler.has_work
 
 
-def test_two_streams_at_once_do_not_share_a_cache():
+def test_two_streams_at_once_do_not_share_a_slot():
     engine = reciting("abcdefghijklmnopqrstuvwxyz", block=4, mode="tree")
     one, two = (engine.stream([0], SamplingParams(max_tokens=26)) for _ in range(2))
     texts = ["", ""]

@@ -7,34 +7,8 @@ from hypothesis import strategies as st
 from ddtree.config import MODES, SamplingParams
 from ddtree.engine import StageTimer
 from ddtree.engine.modes import MODES as MODE_TABLE
-from ddtree.engine.observer import STAGES, Unobserved
-from ddtree.engine.session import Session
-from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
-
-VOCAB = 4
-
-
-def hashed(history: tuple[int, ...], salt: int, step: int = 0) -> list[float]:
-    """Logits that look random and depend on the whole history."""
-    x = salt + 1
-    for token in history:
-        x = (x * 31 + token * 7 + step + 3) % 10007
-    return [((x * (t + 2) * (t + 3)) % 97) / 20 for t in range(VOCAB)]
-
-
-def engine_for(salt: int, block: int = 5, noise: float = 0.3, limit: int = 4096, **speculation):
-    """A drafter that follows the target's own greedy path, blurred, so that some of it is accepted."""
-
-    def propose(history):
-        rows = []
-        for depth in range(block - 1):
-            logits = hashed(history, salt)
-            rows.append([v + noise * ((depth * 5 + t * 3 + salt) % 7) for t, v in enumerate(logits)])
-            history = (*history, max(range(VOCAB), key=lambda t, now=logits: now[t]))
-        return rows
-
-    target = ScriptedTarget(lambda history: hashed(history, salt), VOCAB, end_ids=(3,))
-    return scripted_engine(target, ScriptedDrafter(propose, block, limit), "abc", **speculation)
+from ddtree.engine.observer import STAGES
+from scripted import engine_for
 
 
 @settings(max_examples=40, deadline=None)
@@ -75,14 +49,16 @@ def test_speculation_happens_and_leaves_the_chain():
         for mode in ("ar", "linear", "tree")
     }
     engine = engine_for(5, noise=0.6, mode="tree", tree_budget=7, tree_top_k=3)
-    session = Session(engine._pool, engine.speculation, [[0]], [params], [60], Unobserved())
-    session.prefill()
-    while session.running:
-        session.step()
-        state = session.batch.state
-        parents = state.parents[0].tolist()
-        for row in (r for r in state.path[0].tolist() if r > 0):
+    request = engine.scheduler.add([0], params, engine.speculation)
+    while engine.scheduler.has_work:
+        engine.scheduler.step()
+        batch = engine.scheduler._batch
+        if batch is None:
+            continue
+        parents = batch.state.parents[0].tolist()
+        for row in (r for r in batch.state.path[0].tolist() if r > 0):
             off_chain += parents.index(parents[row]) != row  # an elder sibling is what the chain would have taken
+    assert request.output.finished
     assert rounds["tree"] < rounds["linear"] < rounds["ar"] == 59
     assert off_chain > 0
 
@@ -150,7 +126,7 @@ def test_requests_of_different_lengths_in_turn_share_a_cache():
     assert engine.generate([[0]], [long])[0].token_ids == fresh[0]
     assert engine.generate([[1]], [short])[0].token_ids == fresh[1]
     assert engine.generate([[0]], [long])[0].token_ids == fresh[0]
-    assert len(engine._pool.free) == 1
+    assert engine.scheduler.stats().running == 0
 
 
 def test_the_drafter_is_fed_in_every_mode():
@@ -159,9 +135,9 @@ def test_the_drafter_is_fed_in_every_mode():
         engine = engine_for(2, mode=mode)
         run_positions = []
         honest = engine.drafter.append
-        engine.drafter.append = lambda cache, features, position, h=honest, r=run_positions: (
-            r.append((int(position[0]), features.shape[1])),
-            h(cache, features, position),
+        engine.drafter.append = lambda cache, features, position, counts=None, h=honest, r=run_positions: (
+            r.append((int(position[0]), counts[0] if counts else features.shape[1])),
+            h(cache, features, position, counts),
         )
         engine.generate([[0, 1, 2]], [SamplingParams(max_tokens=20, ignore_eos=True)])
         ends = [position + count for position, count in run_positions]

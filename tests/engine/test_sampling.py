@@ -1,5 +1,7 @@
 """The noise is Gumbel noise that depends on seed, position and token alone; the sampler adds it and takes the best."""
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -8,7 +10,10 @@ from hypothesis import strategies as st
 from scipy import stats
 from torch import Tensor
 
-from ddtree.engine.sampling import Noise, Sampler, gumbel
+from ddtree.config import SamplingParams
+from ddtree.engine import sampling
+from ddtree.engine.sampling import HostRows, Noise, RowSampler, _gumbel_at, greedy, gumbel
+from ddtree.errors import DamagedFile, InvalidOption
 
 CPU = torch.device("cpu")
 SEEDS = (0, 1, 42, -1, 2**31, 2**32, 2**63 - 1, -(2**63), 0x1234_5678_9ABC_DEF0)
@@ -115,88 +120,103 @@ def test_samples_follow_the_softmax() -> None:
         assert stats.chisquare(counts, expected).pvalue > LIMIT
 
 
-def sampler(*requests: tuple[float, int], vocab: int) -> Sampler:
-    """A sampler of (temperature, seed) requests."""
-    return Sampler([t for t, _ in requests], [s for _, s in requests], vocab, CPU)
+def sampler(temperature: float, seed: int, vocab: int) -> RowSampler:
+    """A sampler of one request that asks for nothing but a temperature."""
+    return RowSampler(SamplingParams(temperature=temperature), seed, [0], vocab, CPU)
+
+
+def at(*depths: int) -> HostRows:
+    """Rows at some depths, all below the root."""
+    return HostRows([0] * len(depths), [-1] + [0] * (len(depths) - 1), list(depths))
+
+
+def test_noise_at_a_few_tokens_is_that_of_the_whole_row() -> None:
+    generator = torch.Generator().manual_seed(3)
+    for shape in ((1, 1), (1, 7), (3, 64), (16, 33), (2, 49152)):
+        ids = torch.randint(0, 49152, shape, generator=generator)
+        positions = list(range(100, 100 + shape[0]))
+        for seed in SEEDS[:4]:
+            few = _gumbel_at(seed, positions, ids)
+            for row, position in enumerate(positions):
+                assert torch.equal(few[row], gumbel(seed, position, 49152)[ids[row]])
 
 
 def test_chosen_tokens_follow_the_softmax() -> None:
     logits, rows = torch.tensor([0.0, 1.0, -1.0, 0.5]), 2000
     for temperature in (0.5, 1.0, 2.0):
-        chosen = sampler((temperature, 99), vocab=4).choose(
-            logits.expand(1, rows, 4), torch.arange(rows).unsqueeze(0), torch.tensor([17])
-        )
+        chosen = sampler(temperature, 99, 4).choose(logits.expand(rows, 4), at(*range(rows)), 17)
         expected = torch.softmax(logits.double() / temperature, -1).numpy() * rows
-        assert stats.chisquare(chosen[0].bincount(minlength=4).numpy(), expected).pvalue > LIMIT
+        assert stats.chisquare(chosen.bincount(minlength=4).numpy(), expected).pvalue > LIMIT
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
 @pytest.mark.parametrize("vocab", [1, 5, 63, 1000, 49152])
 def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype) -> None:
     generator = torch.Generator().manual_seed(vocab)
-    logits = (torch.randint(-3, 4, (3, 4, vocab), generator=generator) / 2).to(dtype)
-    chosen = sampler((0.0, 1), (0.0, 2), (0.0, 3), vocab=vocab).choose(
-        logits, torch.arange(4).expand(3, 4), torch.tensor([0, 5, 9])
-    )
-    lowest = [[row.index(max(row)) for row in sequence] for sequence in logits.tolist()]
-    assert chosen.tolist() == lowest
-    one = sampler((0.0, 1), vocab=vocab)
-    assert [one.choose_one(0, row, 3) for row in logits[0]] == lowest[0]
+    logits = (torch.randint(-3, 4, (4, vocab), generator=generator) / 2).to(dtype)
+    one = sampler(0.0, 1, vocab)
+    assert one.plain
+    lowest = [row.index(max(row)) for row in logits.tolist()]
+    assert one.choose(logits, at(0, 1, 2, 3), 5).tolist() == lowest
+    assert greedy(logits).tolist() == lowest
 
 
-@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-46, 1e-300])
+@pytest.mark.parametrize("temperature", [1e-30, 1e-38, 1e-46, 1e-300, 5e-324])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_tiny_temperature_is_greedy(temperature: float, dtype: torch.dtype) -> None:
+@pytest.mark.parametrize("extra", [{}, {"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}], ids=str)
+def test_a_tiny_temperature_is_greedy(temperature: float, dtype: torch.dtype, extra: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
-    logits = torch.stack([torch.randperm(97, generator=generator) for _ in range(20)]).to(dtype).unsqueeze(0) - 50
-    rows, position = torch.arange(20).unsqueeze(0), torch.tensor([3])
-    assert sampler((temperature, 5), vocab=97).choose(logits, rows, position).equal(logits.argmax(-1))
+    logits = torch.stack([torch.randperm(97, generator=generator) for _ in range(20)]).to(dtype) - 50
+    one = RowSampler(SamplingParams(temperature=temperature, **extra), 5, [0], 97, CPU)
+    assert one.choose(logits, at(*range(20)), 3).equal(logits.argmax(-1))
 
 
 @pytest.mark.parametrize("temperature", [1e20, 1e38, 1e39, 1e300])
-def test_a_huge_temperature_leaves_the_noise_alone(temperature: float) -> None:
+@pytest.mark.parametrize("extra", [{}, {"top_k": 96}, {"min_p": 1e-300}], ids=str)
+def test_a_huge_temperature_leaves_the_noise_alone(temperature: float, extra: dict[str, Any]) -> None:
     """Every finite temperature is allowed, so none may overflow: the limit is a uniform choice."""
-    logits = torch.randn(1, 20, 97, generator=torch.Generator().manual_seed(0))
-    chosen = sampler((temperature, 5), vocab=97).choose(logits, torch.arange(20).unsqueeze(0), torch.tensor([3]))
-    assert chosen[0].tolist() == [int(gumbel(5, 4 + depth, 97).argmax()) for depth in range(20)]
+    logits = torch.randn(20, 97, generator=torch.Generator().manual_seed(0))
+    logits[:, 96] = -torch.inf  # but never of what is forbidden
+    one = RowSampler(SamplingParams(temperature=temperature, **extra), 5, [0], 97, CPU)
+    chosen = one.choose(logits, at(*range(20)), 3)
+    assert chosen.tolist() == [int(gumbel(5, 4 + depth, 96).argmax()) for depth in range(20)]
+
+
+def test_scores_that_are_equal_go_to_the_lowest_id(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A higher logit does not win where the noise leaves no difference."""
+    monkeypatch.setattr(sampling, "_gumbel_at", lambda seed, positions, tokens: torch.ones(tokens.shape))
+    one = RowSampler(SamplingParams(temperature=1e17, top_k=2), 0, [0], 3, CPU)
+    assert one.choose(torch.tensor([[1.0, 2.0, 0.0]]), at(0), 0).tolist() == [0]
 
 
 def test_choose_is_the_argmax_of_logits_plus_noise() -> None:
-    logits = torch.randn(2, 6, 50, generator=torch.Generator().manual_seed(1))
-    depths, position = torch.tensor([[0, 1, 1, 2, 2, 3], [0, 1, 2, 3, 0, 0]]), torch.tensor([10, 400])
-    chosen = sampler((0.7, -3), (1.5, 2**62), vocab=50).choose(logits, depths, position)
-    for b, (temperature, seed) in enumerate([(0.7, -3), (1.5, 2**62)]):
-        for row in range(6):
-            noise = gumbel(seed, int(position[b] + depths[b, row]) + 1, 50)
-            scores = logits[b, row].double() + temperature * noise.double()
-            assert int(chosen[b, row]) == int(scores.argmax())
+    logits, depths = torch.randn(6, 50, generator=torch.Generator().manual_seed(1)), [0, 1, 1, 2, 2, 3]
+    for temperature, seed, position in ((0.7, -3, 10), (1.5, 2**62, 400)):
+        chosen = sampler(temperature, seed, 50).choose(logits, at(*depths), position)
+        for row, depth in enumerate(depths):
+            noise = gumbel(seed, position + depth + 1, 50)
+            assert int(chosen[row]) == int((logits[row].double() + temperature * noise.double()).argmax())
 
 
 def test_the_token_depends_on_seed_and_position_alone() -> None:
-    """Not on row, depth, place in the batch, neighbours, or how the position splits into root and depth."""
-    logits, seed, at = torch.zeros(40), 77, 30
-    expected = sampler((1.0, seed), vocab=40).choose_one(0, logits, at)
-    for place in range(3):
-        requests = [(0.5, 1), (0.0, 2), (2.0, 3)]
-        requests[place] = (1.0, seed)
+    """Not on row, depth, neighbours, or how the position splits into root and depth."""
+    logits, seed, place = torch.zeros(40), 77, 30
+    for extra in ({}, {"top_p": 0.9}, {"top_k": 30}):
+        params = SamplingParams(temperature=1.0, **extra)  # type: ignore[arg-type]
+        expected = int(RowSampler(params, seed, [0], 40, CPU).choose(logits.unsqueeze(0), at(0), place - 1))
         for depth in range(5):
-            depths = torch.tensor([[0, 1, 1, 2, 3, 4, depth, 2]] * 3)
-            chosen = sampler(*requests, vocab=40).choose(
-                logits.expand(3, 8, 40), depths, torch.tensor([at - depth - 1] * 3)
-            )
-            assert int(chosen[place, 6]) == expected
-            same = depths[place] == depth
-            assert bool((chosen[place, same] == expected).all())
+            depths = [0, 1, 1, 2, 3, 4, depth, 2]
+            one = RowSampler(params, seed, [0], 40, CPU)
+            chosen = one.choose(logits.expand(8, 40), at(*depths), place - depth - 1).tolist()
+            assert all(token == expected for token, d in zip(chosen, depths, strict=True) if d == depth)
 
 
-def test_a_batch_is_its_requests_one_by_one() -> None:
-    logits = torch.randn(4, 7, 30, generator=torch.Generator().manual_seed(2)).bfloat16()
-    depths = torch.tensor([[0, 1, 2, 2, 3, 3, 0]] * 4)
-    requests, position = [(1.0, 5), (0.0, 5), (0.3, -5), (1.0, 5)], torch.tensor([3, 3, 8, 4])
-    together = sampler(*requests, vocab=30).choose(logits, depths, position)
-    for b, request in enumerate(requests):
-        alone = sampler(request, vocab=30).choose(logits[b : b + 1], depths[b : b + 1], position[b : b + 1])
-        assert together[b].tolist() == alone[0].tolist()
+def test_the_same_seed_twice_and_another() -> None:
+    """vllm#6038: the seed of a request was ignored."""
+    logits, rows = torch.zeros(30, 1000), at(*range(30))
+    first = sampler(1.0, 12, 1000).choose(logits, rows, 4)
+    assert first.equal(sampler(1.0, 12, 1000).choose(logits, rows, 4))
+    assert not first.equal(sampler(1.0, 13, 1000).choose(logits, rows, 4))
 
 
 def test_forgotten_positions_come_back_the_same() -> None:
@@ -207,7 +227,49 @@ def test_forgotten_positions_come_back_the_same() -> None:
 
 
 def test_rounds_at_moving_roots_use_the_noise_of_their_positions() -> None:
-    one = sampler((1.0, 4), vocab=25)
+    one = sampler(1.0, 4, 25)
     for root in (0, 1, 4, 5, 9, 2):
-        chosen = one.choose(torch.zeros(1, 4, 25), torch.arange(4).unsqueeze(0), torch.tensor([root]))
-        assert chosen[0].tolist() == [int(gumbel(4, root + depth + 1, 25).argmax()) for depth in range(4)]
+        chosen = one.choose(torch.zeros(4, 25), at(0, 1, 2, 3), root)
+        assert chosen.tolist() == [int(gumbel(4, root + depth + 1, 25).argmax()) for depth in range(4)]
+
+
+REQUESTS: list[dict[str, Any]] = [
+    {"temperature": 0.0},
+    {"temperature": 0.0, "presence_penalty": 1.0},
+    {"temperature": 1.0},
+    {"temperature": 3.0},
+    {"temperature": 1.0, "top_k": 3},
+    {"temperature": 1.0, "top_p": 0.5},
+    {"temperature": 1.0, "min_p": 0.2},
+    {"temperature": 1.0, "top_k": 9, "top_p": 0.5, "min_p": 0.2},
+]
+
+
+@pytest.mark.parametrize("vocab", [20, 10_000])
+@pytest.mark.parametrize("request_", REQUESTS, ids=str)
+def test_rows_without_a_number_have_no_answer(request_: dict[str, Any], vocab: int) -> None:
+    """NaN of either sign is never passed over, nor is a token drawn that the model rules out; the rest is unharmed."""
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
+    healthy = RowSampler(SamplingParams(**request_), 5, [0], vocab, CPU).choose(logits, at(*range(6)), 3).tolist()
+    broken = logits.clone()
+    broken[1, vocab // 2] = torch.nan
+    broken[2, vocab // 2] = -torch.tensor(torch.nan).abs()
+    broken[3] = -torch.inf
+    broken[4, 7] = torch.inf
+    chosen = RowSampler(SamplingParams(**request_), 5, [0], vocab, CPU).choose(broken, at(*range(6)), 3).tolist()
+    assert chosen == [healthy[0], -1, -1, -1, 7, healthy[5]]
+
+
+def test_no_answer_cannot_be_committed() -> None:
+    one = sampler(1.0, 0, 10)
+    with pytest.raises(DamagedFile, match="not numbers"):
+        one.commit([3, -1])
+
+
+@pytest.mark.parametrize("name", ["logit_bias", "stop_token_ids"])
+def test_tokens_outside_the_vocabulary_are_named(name: str) -> None:
+    params = SamplingParams(**{name: ((10, 1.0),) if name == "logit_bias" else (10,)})  # type: ignore[arg-type]
+    RowSampler(params, 0, [0], 11, CPU)
+    with pytest.raises(InvalidOption, match="token 10, but the model's vocabulary ends at 9") as raised:
+        RowSampler(params, 0, [0], 10, CPU)
+    assert raised.value.param == name

@@ -1,9 +1,10 @@
 """The real tokenizer: whole characters, and pieces that join to the whole."""
 
 import contextlib
+import json
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from ddtree.engine import Text
@@ -96,3 +97,128 @@ def test_a_template_that_fails_is_an_error_of_the_messages(embedded_model, tmp_p
     text = Text(copied(embedded_model, tmp_path, chat_template__jinja="{{ 1 / 0 }}"))
     with pytest.raises(InvalidOption, match="template"):
         text.chat([{"role": "user", "content": "Hi"}])
+
+
+def shown(text: Text, ids: list[int]) -> str:
+    return text._backend.decode(ids, skip_special_tokens=False)
+
+
+def test_variables_of_the_template_and_tools_reach_it(embedded_model, tmp_path):
+    template = (
+        "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+        "{{ mood | default('calm') }}:{{ messages[-1].content }}"
+    )
+    text = Text(copied(embedded_model, tmp_path, chat_template__jinja=template))
+    messages = [{"role": "user", "content": "Hi"}]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    assert shown(text, text.chat(messages)) == "calm:Hi"
+    assert shown(text, text.chat(messages, tools=tools, template_kwargs={"mood": "glad"})) == "[f]glad:Hi"
+    assert text.renders_tools
+
+
+def test_the_servers_own_arguments_cannot_be_set_by_a_request(text):
+    for name in (
+        "messages",
+        "conversation",
+        "tools",
+        "tokenize",
+        "chat_template",
+        "add_generation_prompt",
+        "return_dict",
+    ):
+        with pytest.raises(InvalidOption, match=f"'{name}'") as caught:
+            text.chat([{"role": "user", "content": "Hi"}], template_kwargs={name: "x"})
+        assert caught.value.param == "chat_template_kwargs"
+
+
+def test_the_last_message_can_be_gone_on_with(text):
+    messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Well,"}]
+    ids = text.chat(messages, add_generation_prompt=False, continue_final_message=True)
+    assert shown(text, ids).endswith("<|im_start|>assistant\nWell,")
+    assert shown(text, text.chat(messages, add_generation_prompt=False)).endswith("Well,<|im_end|>\n")
+    with pytest.raises(InvalidOption, match="exclude"):
+        text.chat(messages, continue_final_message=True)
+
+
+def test_special_tokens_typed_by_a_user_are_those_tokens(text):
+    """As vLLM and transformers do it: a template's text is read as a whole."""
+    assert 2 in text.chat([{"role": "user", "content": "a <|im_end|> b"}])[-20:-8]
+
+
+def test_half_a_character_is_refused(text):
+    with pytest.raises(InvalidOption, match="half a character"):
+        text.encode("a\ud800")
+    with pytest.raises(InvalidOption, match="half a character"):
+        text.chat([{"role": "user", "content": "a\ud800"}])
+
+
+def test_this_models_template_ignores_tools(text):
+    assert not text.renders_tools
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.text(max_size=40))
+def test_the_bytes_of_tokens_joined_are_the_text(text, sample):
+    ids = text.encode(sample)
+    assume(0 not in ids)  # a few bytes have no token in this vocabulary
+    assert b"".join(map(text.token_bytes, ids)).decode(errors="replace") == text.decode(ids)
+
+
+def test_every_tokens_bytes_are_those_that_grammars_are_matched_by(text):
+    from llguidance import LLTokenizer
+
+    words = LLTokenizer(text.backend.to_str())
+    added = text.backend.get_added_tokens_decoder()
+    ids = [i for i in range(words.vocab_size) if i not in added]
+    assert [i for i in ids if text.token_bytes(i) != words.decode_bytes([i])] == []
+    assert text.token_bytes(2) == b"<|im_end|>"
+    assert text.token_bytes(49152) == text.token_bytes(-1) == text.token_bytes(10**12) == b""
+
+
+def sentencepiece(tmp_path, decoder: list[dict]) -> Text:
+    """A tokenizer of characters, with bytes for all others, as Llama 2 and Gemma have."""
+    vocab = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), "▁", "a", "é", "▁a", "<think>"]
+    spec = {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": vocab.index(name), "content": name, "special": True, "single_word": False, "lstrip": False,
+             "rstrip": False, "normalized": False}
+            for name in ("<unk>", "<s>", "</s>", "<think>")
+        ],
+        "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": "▁"},
+        "decoder": {"type": "Sequence", "decoders": decoder},
+        "model": {"type": "BPE", "vocab": {piece: i for i, piece in enumerate(vocab)}, "merges": [["▁", "a"]],
+                  "byte_fallback": True, "unk_token": "<unk>"},
+    }  # fmt: skip
+    (tmp_path / "tokenizer.json").write_text(json.dumps(spec))
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "bos_token": "<s>"}'
+    )
+    (tmp_path / "config.json").write_text("{}")
+    return Text(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "decoder",
+    [
+        [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"}],
+        [
+            {"type": "ByteFallback"},
+            {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "never", "split": False},
+        ],
+    ],
+)
+def test_bytes_of_a_vocabulary_of_characters(tmp_path, decoder):
+    text = sentencepiece(tmp_path, decoder)
+    ids = text.encode("a a é€")
+    assert [text.token_bytes(i) for i in ids] == [b"a", b" a", b" ", "é".encode(), b"\xe2", b"\x82", b"\xac"]
+    assert text.token_bytes(1) == b"<s>"
+
+
+def test_markers_of_thinking_and_calls_are_shown_even_where_they_are_special(tmp_path):
+    """Otherwise a parser of thinking would never see them."""
+    text = sentencepiece(tmp_path, [{"type": "Replace", "pattern": {"String": "▁"}, "content": " "}])
+    ids = text.encode("<think>a")
+    assert len(ids) == 2
+    assert text.decode([*ids, 2]) == "<think>a"
+    assert text.token_bytes(ids[0]) == b"<think>"

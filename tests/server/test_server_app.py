@@ -3,10 +3,12 @@
 import asyncio
 import threading
 
+import httpx
 import pytest
 
-from ddtree.errors import ContextLengthExceeded
+from ddtree.errors import InvalidOption
 from ddtree.server import create_app
+from ddtree.server.options import ServerOptions
 
 pytestmark = pytest.mark.anyio
 
@@ -42,10 +44,17 @@ async def test_a_whole_answer_has_openai_s_shape(chat):
             "message": {"role": "assistant", "content": "Hello, wörld 🌍!"},
             "logprobs": None,
             "finish_reason": "stop",
+            "stop_reason": None,
         }
     ]
     prompt = len("<user>Hi")
-    assert body["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+    assert body["usage"] == {
+        "prompt_tokens": prompt,
+        "completion_tokens": 6,
+        "total_tokens": prompt + 6,
+        "prompt_tokens_details": {"cached_tokens": 0},
+        "completion_tokens_details": {"reasoning_tokens": 0},
+    }
     assert body["ddtree"] == {"mode": "tree", "acceptance_length": 2.25, "rounds": 3, "tok_s": 40.0, "shadow": None}
 
 
@@ -102,14 +111,7 @@ async def test_unknown_model(chat, engine):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("raised", ["at the call", "in the generator"])
-async def test_context_length_exceeded(chat, engine, stream, raised):
-    if raised == "at the call":
-
-        def stream_refusing(prompt, params):
-            raise ContextLengthExceeded("the prompt has too many tokens", param="prompt")
-
-        engine.stream = stream_refusing
+async def test_context_length_exceeded(chat, stream):
     answer = await chat("x" * 500, stream=stream)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -158,29 +160,6 @@ async def test_an_engine_failure_is_a_500_and_the_server_goes_on(chat, http, eng
     assert (await chat()).json()["choices"][0]["finish_reason"] == "stop"
 
 
-async def test_a_stream_that_just_ends_is_a_failure(chat, engine):
-    engine.pieces = []
-    assert (await chat()).status_code == 500
-
-
-@pytest.mark.parametrize("error", [RuntimeError("the device is lost"), SystemExit(1)])
-async def test_after_the_engine_died_nothing_is_called_healthy(chat, http, engine, error):
-    """One failure that the probe repeats, and one that ends the thread at once."""
-    engine.error, engine.error_once = error, False
-    engine.hold = threading.Event()
-    requests = [asyncio.ensure_future(chat(f"number {number}")) for number in range(3)]
-    await asyncio.to_thread(engine.started.wait, 10)
-    await asyncio.sleep(0.05)
-    engine.hold.set()
-    answers = await asyncio.wait_for(asyncio.gather(*requests), 10)
-    assert [answer.status_code for answer in answers] == [500, 503, 503]
-    health = await http.get("/health")
-    assert health.status_code == 503
-    assert health.json()["error"]["code"] == "engine_dead"
-    assert (await chat()).status_code == 503
-    assert (await http.get("/v1/models")).status_code == 200
-
-
 async def test_a_bug_of_the_server_has_the_shape_too(chat, engine):
     engine.text = None
     answer = await chat()
@@ -188,17 +167,65 @@ async def test_a_bug_of_the_server_has_the_shape_too(chat, engine):
     assert answer.json()["error"]["code"] == "internal_error"
 
 
-async def test_first_come_first_served_one_at_a_time(chat, engine):
-    engine.hold = threading.Event()
-    requests = []
-    for number in range(5):
-        requests.append(asyncio.ensure_future(chat(f"{number}", stream=bool(number % 2))))
-        await asyncio.sleep(0.02)
+async def test_a_full_queue_says_when_to_try_again(http, chat, engine):
+    http.app.state.worker._max_queue = 0
+    engine.hold, engine.max_running = threading.Event(), 8
+    running = [asyncio.ensure_future(chat(str(number))) for number in range(7)]
+    await asyncio.to_thread(engine.started.wait, 10)
+    refused = await chat(n=2, stream=True)
+    assert refused.status_code == 429
+    assert refused.json()["error"]["type"] == "rate_limit_error"
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert int(refused.headers["retry-after"]) >= 1
     engine.hold.set()
-    answers = await asyncio.gather(*requests)
-    assert [answer.status_code for answer in answers] == [200] * 5
-    assert engine.prompts == [f"<user>{number}" for number in range(5)]
-    assert engine.most_active == 1
+    assert [(await answer).status_code for answer in running] == [200] * 7
+
+
+async def test_a_request_that_does_not_fit_the_queue_as_a_whole_leaves_nothing_behind(http, engine, eventually):
+    """Several prompts are taken one by one: those before the one that did not fit are given up."""
+    http.app.state.worker._max_queue = 0
+    refused = await http.post("/v1/completions", json={"prompt": ["a", "b", "c"], "n": 4})
+    assert refused.status_code == 429
+    assert http.app.state.worker.unfinished == 0
+    assert (await http.post("/v1/completions", json={"prompt": "a", "n": 8})).status_code == 200
+
+
+async def test_more_prompts_than_ever_fit(engine):
+    app = create_app(engine, ServerOptions(("scripted",), max_queue=1))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        for count, status in ((9, 200), (10, 400)):
+            answer = await client.post("/v1/completions", json={"prompt": ["a"] * count})
+            assert answer.status_code == status
+    await app.state.worker.stop(0)
+
+
+@pytest.mark.parametrize(
+    ("named", "param"),
+    [("mode", "speculative.mode"), ("prompt", "messages"), ("logit_bias", "logit_bias"), (None, None)],
+)
+async def test_refusals_of_the_engine_name_the_body_s_field(chat, engine, monkeypatch, named, param):
+    def check(prompt, params, speculation=None):
+        raise InvalidOption("cannot be", param=named)
+
+    monkeypatch.setattr(engine, "check", check)
+    answer = await chat(speculative={"mode": "linear"})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == param
+
+
+async def test_several_served_names(engine):
+    app = create_app(engine, ServerOptions(("first", "other/name")))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        cards = (await client.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["root"]) for card in cards] == [("first", "scripted"), ("other/name", "scripted")]
+        assert (await client.get("/v1/models/other/name")).json() == cards[1]
+        for asked in (None, "first", "other/name"):
+            body = {"messages": [{"role": "user", "content": "Hi"}], "model": asked}
+            answer = await client.post("/v1/chat/completions", json=body)
+            assert answer.json()["model"] == "first"
+        refused = await client.post("/v1/completions", json={"prompt": "Hi", "model": "scripted"})
+        assert refused.status_code == 404
+    await app.state.worker.stop(0)
 
 
 async def test_a_bad_request_does_not_wait_for_its_turn(chat, engine):
@@ -214,16 +241,21 @@ async def test_a_bad_request_does_not_wait_for_its_turn(chat, engine):
 
 async def test_the_openapi_document_says_what_is_true(http):
     document = (await http.get("/openapi.json")).json()
-    chat = document["paths"]["/v1/chat/completions"]["post"]
-    assert "422" not in chat["responses"]
-    assert "4XX" in chat["responses"]
-    request = document["components"]["schemas"]["ChatRequest"]
-    assert request["required"] == ["messages"]
-    assert request["additionalProperties"] is False
+    for path, schema, required in (
+        ("chat/completions", "ChatRequest", "messages"),
+        ("completions", "CompletionRequest", "prompt"),
+    ):
+        route = document["paths"][f"/v1/{path}"]["post"]
+        assert "422" not in route["responses"]
+        assert "4XX" in route["responses"]
+        assert set(route["responses"]["200"]["content"]) == {"application/json", "text/event-stream"}
+        request = document["components"]["schemas"][schema]
+        assert request["required"] == [required]
+        assert request["additionalProperties"] is False
 
 
 async def test_an_app_that_served_nothing_stops(engine):
-    app = create_app(engine, "scripted")
+    app = create_app(engine, ServerOptions(("scripted",)))
     async with app.router.lifespan_context(app):
         pass
-    assert app.state.worker.busy is False
+    assert not app.state.worker.busy

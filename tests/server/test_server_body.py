@@ -8,9 +8,10 @@ import httpx
 import pytest
 
 from ddtree.server import body
-from ddtree.server.app import MAX_CHARACTERS_PER_TOKEN
-from ddtree.server.body import MAX_BODY_BYTES
+from ddtree.server.choices import MAX_CHARACTERS_PER_TOKEN
+from ddtree.server.options import ServerOptions
 
+MAX_BODY_BYTES = ServerOptions(("scripted",)).max_body_bytes
 URL = "/v1/chat/completions"
 JSON = {"Content-Type": "application/json"}
 

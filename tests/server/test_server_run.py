@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from ddtree.errors import InvalidOption, PortInUse
-from ddtree.server import check_port, run, serve
+from ddtree.server import ServerOptions, check_port, run, serve
 from ddtree.server.run import listen
 
+OPTIONS = ServerOptions(("scripted",))
 SCRIPT = """
 import importlib.util, sys
 spec = importlib.util.spec_from_file_location("scripted_engine", sys.argv[1])
@@ -26,19 +27,20 @@ sys.modules["scripted_engine"] = scripted
 spec.loader.exec_module(scripted)
 import atexit, time
 atexit.register(time.sleep, float(sys.argv[5]))
-from ddtree.server import run
-run.SHUTDOWN_SECONDS = float(sys.argv[4])
-run.serve(scripted.FakeEngine(pieces=["word "] * int(sys.argv[2]), round_seconds=float(sys.argv[3])),
-      "127.0.0.1", 0, "scripted")
+from ddtree.server import ServerOptions, run
+options = ServerOptions(("scripted",), shutdown_timeout=float(sys.argv[4]), access_log=sys.argv[6] == "log")
+engine = scripted.FakeEngine(pieces=["word "] * int(sys.argv[2]), round_seconds=float(sys.argv[3]))
+run.serve(engine, "127.0.0.1", 0, options)
 """
 
 
 class Process:
     """`serve` with a scripted engine, in a process of its own, ready."""
 
-    def __init__(self, rounds: int, round_seconds: float, grace: float, teardown: float) -> None:
+    def __init__(self, rounds: int, round_seconds: float, grace: float, teardown: float, log: bool) -> None:
         conftest = Path(__file__).with_name("conftest.py")
         command = [sys.executable, "-c", SCRIPT, str(conftest), *map(str, (rounds, round_seconds, grace, teardown))]
+        command.append("log" if log else "")
         self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
         self.ready = self.process.stdout.readline()
         assert self.ready, self.process.stderr.read()
@@ -64,8 +66,10 @@ class Process:
 def start():
     started: list[Process] = []
 
-    def begin(rounds: int = 3, round_seconds: float = 0.0, grace: float = 0.3, teardown: float = 0.0) -> Process:
-        started.append(Process(rounds, round_seconds, grace, teardown))
+    def begin(
+        rounds: int = 3, round_seconds: float = 0.0, grace: float = 0.3, teardown: float = 0.0, log: bool = False
+    ) -> Process:
+        started.append(Process(rounds, round_seconds, grace, teardown, log))
         return started[-1]
 
     yield begin
@@ -97,7 +101,7 @@ def test_a_second_ctrl_c_ends_at_once(start):
     one.ask()
     time.sleep(0.5)
     one.process.send_signal(signal.SIGINT)
-    assert one.process.stderr.readline() == "stopping: the running answer may take up to 60 s\n"
+    assert one.process.stderr.readline() == "stopping: 1 running answer may take up to 60 s\n"
     code, printed, seconds = one.end(signal.SIGINT)
     assert code == 128 + signal.SIGINT
     assert printed == ""
@@ -142,9 +146,45 @@ def test_a_running_answer_may_end(start):
     code, printed, _ = one.end(signal.SIGTERM)
     text = answer.read().decode()
     assert code == 0
-    assert printed == "stopping: the running answer may take up to 10 s\n"
+    assert printed == "stopping: 1 running answer may take up to 10 s\n"
     assert '"finish_reason":"stop"' in text
     assert text.endswith("data: [DONE]\n\n")
+
+
+def test_while_answers_end_new_requests_are_refused(start):
+    """On new connections, too: a balancer must read why, and a client when to come back."""
+    one = start(rounds=30, round_seconds=0.1, grace=20)
+    answers = [one.ask(stream=True).getresponse() for _ in range(3)]
+    assert all(answer.readline() for answer in answers)
+    one.process.send_signal(signal.SIGTERM)
+    assert one.process.stderr.readline() == "stopping: 3 running answers may take up to 20 s\n"
+    for method, path in (("GET", "/health"), ("HEAD", "/health"), ("POST", "/v1/chat/completions")):
+        connection = http.client.HTTPConnection(one.address, timeout=10)
+        body = json.dumps({"messages": [{"role": "user", "content": "Hi"}]}) if method == "POST" else None
+        connection.request(method, path, body, {"Content-Type": "application/json"} if body else {})
+        refused = connection.getresponse()
+        assert refused.status == 503
+        assert refused.headers["connection"] == "close"
+        assert int(refused.headers["retry-after"]) > 0
+        if method != "HEAD":
+            assert json.loads(refused.read())["error"]["code"] == "server_stopping"
+        connection.close()
+    for answer in answers:
+        text = answer.read().decode()
+        assert '"finish_reason":"stop"' in text
+        assert text.endswith("data: [DONE]\n\n")
+    assert one.process.wait(5) == 0
+
+
+def test_the_access_log_is_on_standard_error(start):
+    one = start(log=True)
+    answer = one.ask().getresponse()
+    assert answer.read()
+    _, printed, _ = one.end(signal.SIGTERM)
+    line, stopping = printed.splitlines()
+    assert line.endswith(f"INFO [{answer.headers['x-request-id']}] {line.rpartition('] ')[2]}")
+    assert "] POST /v1/chat/completions 200 " in line
+    assert stopping == "stopping"
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -160,7 +200,7 @@ def test_a_long_answer_is_cut_and_told_so(start, stream):
     answer = answer if stream else connection.getresponse()
     text = answer.read().decode()
     assert code == 0
-    assert printed == "stopping: the running answer may take up to 0.3 s\n"
+    assert printed == "stopping: 1 running answer may take up to 0.3 s\n"
     assert seconds < 8
     assert "server_stopping" in text
     assert answer.status == (200 if stream else 503)
@@ -210,7 +250,7 @@ def test_a_client_that_does_not_read_holds_no_exit_up(start):
 def test_port_in_use(engine):
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
-        for call in (lambda: check_port("127.0.0.1", port), lambda: serve(engine, "127.0.0.1", port, "scripted")):
+        for call in (lambda: check_port("127.0.0.1", port), lambda: serve(engine, "127.0.0.1", port, OPTIONS)):
             with pytest.raises(PortInUse, match=rf"127\.0\.0\.1:{port} is already in use.*--port") as caught:
                 call()
             assert caught.value.param == "port"
@@ -259,7 +299,7 @@ def test_serve_outside_the_main_thread(engine, capsys, eventually):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(run, "Server", Recorded)
-        thread = threading.Thread(target=serve, args=(engine, "127.0.0.1", 0, "scripted"))
+        thread = threading.Thread(target=serve, args=(engine, "127.0.0.1", 0, OPTIONS))
         thread.start()
         eventually(lambda: bool(made) and made[0].started)
         made[0].should_exit = True

@@ -35,7 +35,13 @@ async def test_the_events_of_a_stream(chat, usage):
         last = bodies.pop()
         prompt = len("<user>Hi")
         assert last["choices"] == []
-        assert last["usage"] == {"prompt_tokens": prompt, "completion_tokens": 6, "total_tokens": prompt + 6}
+        assert last["usage"] == {
+            "prompt_tokens": prompt,
+            "completion_tokens": 6,
+            "total_tokens": prompt + 6,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {"reasoning_tokens": 0},
+        }
         assert all(body["usage"] is None for body in bodies)
     else:
         assert all("usage" not in body for body in bodies)
@@ -106,8 +112,8 @@ def test_the_client_may_send_its_messages_back(live):
 def test_errors_reach_the_client_as_its_own(live, stream):
     create = live.openai().chat.completions.create
     with pytest.raises(openai.BadRequestError) as caught:
-        create(model="scripted", messages=HI, top_p=0.5, stream=stream)
-    assert caught.value.param == "top_p"
+        create(model="scripted", messages=HI, store=True, stream=stream)
+    assert caught.value.param == "store"
     assert caught.value.code == "unsupported_parameter"
     with pytest.raises(openai.BadRequestError) as caught:
         create(model="scripted", messages=[{"role": "user", "content": "x" * 999}], stream=stream)

@@ -13,11 +13,17 @@ from typer.core import TyperGroup
 from ddtree import __version__
 from ddtree.cli import commands
 from ddtree.cli.interrupts import INTERRUPTED
+from ddtree.cli.serve import serve
 from ddtree.errors import DDTreeError
 from ddtree.threads import share_cores
 
-LONG_FIELDS = ("max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine")
+LONG_FIELDS = (
+    "max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine", "max_tree_budget", "max_running_requests",
+    "prefill_chunk", "prefix_caching", "served_model_name", "api_key", "reasoning_parser", "tool_call_parser",
+    "max_queue", "max_body_mib", "shutdown_timeout", "log_level",
+)  # fmt: skip
 LONG_NAMES = re.compile(rf"\b({'|'.join(LONG_FIELDS)})\b")
+RENAMED = {"prefill_chunk": "chunked_prefill_size"}  # fields whose options bear the names of other servers
 SHORT_FIELDS = "model drafter mode modes budgets device dtype seed temperature limit repeat output host port"
 OPTIONS = frozenset((*SHORT_FIELDS.split(), *LONG_FIELDS))
 OUTPUT_LOST = (errno.ENOSPC, errno.EIO)
@@ -30,8 +36,12 @@ def _one_line(error: DDTreeError) -> str:
     """
     text = " ".join(str(error).split())
     if error.param in OPTIONS and text.startswith(f"{error.param} "):
-        text = f"--{error.param.replace('_', '-')}{text[len(error.param) :]}"
-    return LONG_NAMES.sub(lambda found: f"--{found[0].replace('_', '-')}", text)
+        text = _spelled(error.param) + text[len(error.param) :]
+    return LONG_NAMES.sub(lambda found: _spelled(found[0]), text)
+
+
+def _spelled(field: str) -> str:
+    return f"--{RENAMED.get(field, field).replace('_', '-')}"
 
 
 class Commands(TyperGroup):
@@ -78,7 +88,7 @@ def _root(
     """Options before the command's name; `--version` ends in its callback."""
 
 
-app.command()(commands.serve)
+app.command()(serve)
 app.command()(commands.generate)
 app.command()(commands.smoke)
 app.command()(commands.bench)

@@ -1,4 +1,4 @@
-"""The five commands: what each takes, which room does it, what it prints. Torch and the engine load inside them."""
+"""Every command but `serve`: what each takes, which room does it, what it prints. Torch loads inside them."""
 
 import json
 import os
@@ -9,46 +9,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ddtree.cli import options as opt
-from ddtree.cli.interrupts import interrupts_end_at_once
+from ddtree.cli.load import load_engine
 from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.errors import InvalidOption
 
 if TYPE_CHECKING:
     from ddtree.engine import Engine, Generation
 
-SEED_SERVE = "Seed of every request that sends none; default: a fresh one for each."
 SEED_GENERATE = "The same seed gives the same text; default: a fresh one. Counts at temperatures above 0."
 SEED_BENCH = "Seed of every request, so that all modes draw the same noise."
 BENCH_MAX_TOKENS = 128
 GENERATE_MAX_TOKENS = 256
-
-
-def serve(
-    model: opt.Model = opt.ENGINE.model,
-    drafter: opt.Drafter = opt.ENGINE.drafter,
-    mode: opt.Mode = opt.SPECULATION.mode,
-    tree_budget: opt.TreeBudget = opt.SPECULATION.tree_budget,
-    tree_top_k: opt.TreeTopK = opt.SPECULATION.tree_top_k,
-    tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
-    device: opt.Device = opt.ENGINE.device,
-    dtype: opt.Dtype = opt.ENGINE.dtype,
-    max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
-    seed: Annotated[int | None, typer.Option("--seed", help=SEED_SERVE)] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on; 0.0.0.0 for every one of this machine.")
-    ] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", help="Port to listen on; 0 takes a free one.")] = 30000,
-) -> None:
-    """Serve the model over HTTP, as OpenAI's API has it."""
-    speculation = Speculation(mode, tree_budget, tree_top_k, tree_spine)
-    config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len)
-    SamplingParams(seed=seed)  # a seed out of range is refused before the model loads
-    with interrupts_end_at_once():
-        from ddtree.server import check_port
-        from ddtree.server import serve as serve_http
-
-    check_port(host, port)
-    serve_http(_load(config), host, port, served_model_name=model, default_seed=seed)
 
 
 def generate(
@@ -78,7 +49,7 @@ def generate(
     config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt, raw)
-    engine = _load(config)
+    engine = load_engine(config)
     ids = engine.text.encode(text) if raw else engine.text.chat([{"role": "user", "content": text}])
     generation = _stream(engine, ids, sampling, speculation, timed=stats, show=not as_json)
     if as_json:
@@ -151,7 +122,7 @@ def bench(
     from ddtree.bench.run import measure_stages, run, steps
     from ddtree.bench.tables import format_report
 
-    engine = _load(config)
+    engine = load_engine(config)
     seldom = 0.1 if sys.stderr.isatty() else 30.0  # a log keeps every state of the bar
     with tqdm(total=steps(plan), desc="bench", unit="run", file=sys.stderr, mininterval=seldom) as progress:
         samples = run(engine, plan, progress.update)
@@ -185,15 +156,6 @@ def models(as_json: Annotated[bool, typer.Option("--json", help="Print a JSON li
         for entry in entries
     ]  # fmt: skip
     typer.echo(format_table(["name", "kind", "size", "licence", "source", "where"], rows, left=(0, 1, 3, 4, 5)))
-
-
-def _load(config: EngineConfig) -> "Engine":
-    with interrupts_end_at_once():
-        from ddtree.engine import Engine
-
-    if sys.stderr.isatty():
-        typer.echo(f"loading {config.model} ...", err=True)
-    return Engine.load(config)
 
 
 def _read_prompt(prompt: str, raw: bool) -> str:

@@ -41,5 +41,25 @@ MaxModelLen = Annotated[
     int | None,
     typer.Option("--max-model-len", help="Tokens of prompt and answer together; default: what the model was made for."),
 ]
+MaxTreeBudget = Annotated[
+    int | None,
+    typer.Option(
+        "--max-tree-budget", help="The largest budget a request may ask for; default: 64, or --tree-budget if larger."
+    ),
+]
+MaxRunningRequests = Annotated[
+    int, typer.Option("--max-running-requests", help="Requests that run at once, sharing rounds; the others wait.")
+]
+ChunkedPrefillSize = Annotated[
+    int | None,
+    typer.Option(
+        "--chunked-prefill-size",
+        help="Tokens of prompts between two rounds: fewer delay running answers less; default: what suits the device.",
+    ),
+]
+PrefixCaching = Annotated[
+    bool,
+    typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the begin of earlier prompts and answers."),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token every time.")]

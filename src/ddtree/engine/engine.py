@@ -1,11 +1,11 @@
 """The engine's public face: load once, then generate or stream."""
 
 import platform
-import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import cached_property
 from importlib.metadata import version
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -15,54 +15,22 @@ from ddtree.drafter import DFlashDrafter, Drafter
 from ddtree.engine.device import choose_device, choose_dtype
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
-from ddtree.engine.session import CachePool, Counts, Session
+from ddtree.engine.request import Request, draw_seed
+from ddtree.engine.result import Chunk, Generation
+from ddtree.engine.round import Lane
+from ddtree.engine.sampling import RowSampler, check_token_ids
+from ddtree.engine.scheduler import Scheduler
+from ddtree.engine.slots import SlotStore
 from ddtree.engine.text import Text
 from ddtree.errors import ContextLengthExceeded, InvalidOption
 from ddtree.layers import packs
 from ddtree.target import LlamaTarget, Target
 
+if TYPE_CHECKING:
+    from ddtree.engine.grammar import GrammarCompiler
 
-@dataclass(frozen=True)
-class Shadow:
-    """What shadow-linear saw of the tree, from the roots that linear visited (a real tree run visits others)."""
-
-    linear_acceptance_length: float | None
-    tree_acceptance_length: float | None
-    agree: bool | None  # the tree's tokens are those committed later; None without a round
-    overhead: float | None = None  # round time over linear's: `ddtree bench` measures it, a single run cannot
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One finished request."""
-
-    text: str
-    token_ids: list[int]  # the end-of-sequence token included, where one ended it
-    finish_reason: str  # "stop": end token or stop string; "length": max_tokens or the context
-    mode: str  # the mode that ran
-    rounds: int  # verify forwards, prefill excluded
-    acceptance_length: float | None  # (accepted + 1) / rounds, before cuts; None without a round
-    prompt_tokens: int
-    seconds: float  # the whole request
-    prefill_seconds: float
-    decode_seconds: float
-    stages: dict[str, float] = field(default_factory=dict)  # seconds by stage, where a StageTimer looked on
-    shadow: Shadow | None = None
-
-    @property
-    def tok_s(self) -> float:
-        """Generated tokens per second of the whole request."""
-        return len(self.token_ids) / self.seconds if self.seconds > 0 else 0.0
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """What one round adds to a stream. The last chunk has finish_reason and generation."""
-
-    text: str
-    token_ids: list[int]
-    finish_reason: str | None = None
-    generation: Generation | None = None
+CPU_PREFILL_CHUNK = 128  # about two rounds of eight sequences: what a prompt may hold running answers up by
+GPU_PREFILL_CHUNK = 1024
 
 
 class Engine:
@@ -75,10 +43,12 @@ class Engine:
         text: Text,
         config: EngineConfig,
         names: tuple[str, str | None] | None = None,
+        store: SlotStore | None = None,
     ) -> None:
-        """names: what info() calls the target and the drafter; those of config when None.
+        """names: what info() calls the target and the drafter; those of config when None. store: another engine's
+        caches, shared with it.
 
-        Raises InvalidOption where the mode needs a drafter and there is none, or max_model_len is too long.
+        Raises InvalidOption where the mode needs a drafter and there is none, or the context is too long or too large.
         """
         self.target, self.drafter, self.text, self.config = target, drafter, text, config
         self.names = names or (config.model, config.drafter if drafter else None)
@@ -89,10 +59,12 @@ class Engine:
                 f"max_model_len {self.max_model_len} is more than the model's {target.spec.max_position}: lower it",
                 param="max_model_len",
             )
-        self._check_drafter(self.speculation)
+        self._check_speculation(self.speculation)
         if drafter:
             target.tap(drafter.config.target_layer_ids)
-        self._pool = CachePool(target, drafter)
+        self._store = store or self._make_store()
+        chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
+        self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -111,9 +83,12 @@ class Engine:
         return cls(target, drafter, Text(folder), config, names)
 
     def without_drafter(self) -> "Engine":
-        """The same target decoding plainly, as it does where no drafter was loaded: the baseline of a comparison."""
+        """The same target decoding plainly, as it does where no drafter was loaded: the baseline of a comparison.
+
+        Both share their caches' slots, so they may take turns, also within an answer.
+        """
         plain = replace(self.config, speculation=replace(self.speculation, mode="ar"))
-        return Engine(self.target, None, self.text, plain, (self.names[0], None))
+        return Engine(self.target, None, self.text, plain, (self.names[0], None), self._store)
 
     def info(self) -> dict[str, Any]:
         """What is loaded and what runs it, as plain values."""
@@ -126,6 +101,9 @@ class Engine:
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
             "max_model_len": self.max_model_len,
+            "max_running_requests": self._store.count,
+            "max_tree_budget": self.config.largest_budget,
+            "prefix_caching": self.config.prefix_caching,
             "versions": {
                 "ddtree": __version__,
                 "torch": torch.__version__,
@@ -141,14 +119,18 @@ class Engine:
         speculation: Speculation | None = None,
         observer: Observer | None = None,
     ) -> list[Generation]:
-        """Decode prompts as one batch, each with its own parameters; each answer is what it would be alone."""
-        run = _Run(self, prompts, params, speculation or self.speculation, observer)
+        """Decode prompts together, each with its own parameters; each answer is what it would be alone."""
+        if len(prompts) != len(params) or not prompts:
+            raise InvalidOption(f"{len(prompts)} prompts and {len(params)} parameters: give one each, at least one")
+        speculation = speculation or self.speculation
+        for prompt, sampling in zip(prompts, params, strict=True):
+            self.check(prompt, sampling, speculation)
+        requests = [self.scheduler.add(p, s, speculation) for p, s in zip(prompts, params, strict=True)]
         try:
-            for _ in run.rounds():
-                pass
+            return [self._finish(request, observer) for request in requests]
         finally:
-            run.session.close()
-        return [run.generation(index) for index in range(len(prompts))]
+            for request in requests:
+                self.scheduler.abort(request)
 
     def stream(
         self,
@@ -159,26 +141,20 @@ class Engine:
     ) -> Iterator[Chunk]:
         """Decode one prompt and yield what each round adds. Closing the generator frees everything.
 
-        What is wrong with the request is raised here; the generator itself only decodes.
+        What is wrong with the request is raised here; the generator itself only decodes. Several streams may be open:
+        they share rounds, whichever is read.
         """
         speculation = speculation or self.speculation
-        self._check_drafter(speculation)
-        self.remaining(prompt, params)
-        return self._chunks(prompt, params, speculation, observer)
+        self.check(prompt, params, speculation)
+        return self._stream(prompt, params, speculation, observer)
 
-    def _chunks(
-        self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation, observer: Observer | None
-    ) -> Iterator[Chunk]:
-        run = _Run(self, [prompt], [params], speculation, observer)
-        output = run.outputs[0]
-        try:
-            for ((text, ids),) in run.rounds():
-                if output.finish_reason:
-                    yield Chunk(text, ids, output.finish_reason, run.generation(0))
-                else:
-                    yield Chunk(text, ids)
-        finally:
-            run.session.close()
+    def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation | None = None) -> None:
+        """Raises the DDTreeError that a request would meet. Safe to call from another thread."""
+        self._check_speculation(speculation or self.speculation)
+        self.remaining(prompt, params)
+        check_token_ids(params, self.target.spec.vocab_size)
+        if params.grammar is not None:
+            self._grammars.matcher(params.grammar)
 
     def remaining(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens a request may generate. Raises for an empty prompt, and for one that does not fit the context."""
@@ -201,86 +177,81 @@ class Engine:
             )
         return limit - size if params.max_tokens is None else params.max_tokens
 
-    def _check_drafter(self, speculation: Speculation) -> None:
+    @cached_property
+    def _grammars(self) -> "GrammarCompiler":
+        """Made with the first request that has a grammar: it reads the whole vocabulary."""
+        from ddtree.engine.grammar import GrammarCompiler
+
+        return GrammarCompiler(self.text, self.target.spec.vocab_size, self.target.spec.end_ids)
+
+    def _make_store(self) -> SlotStore:
+        """Caches for every slot, with room for the rows of the largest round behind the longest context."""
+        depths, block = (self.drafter.config.depths, self.drafter.config.block_size) if self.drafter else (0, 0)
+        scratch = max(1 + depths + self.config.largest_budget, block)
+        return SlotStore(self.target, self.drafter, self.config.max_running_requests, self.max_model_len + scratch)
+
+    def _request(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> Request:
+        """Check a request, and turn it into what the scheduler runs."""
+        self.check(prompt, params, speculation)
+        spec, prompt = self.target.spec, list(prompt)
+        stops = frozenset(params.stop_token_ids)
+        ends = stops | (frozenset() if params.ignore_eos else frozenset(spec.end_ids))
+        matcher = self._grammars.matcher(params.grammar) if params.grammar is not None else None
+        sampler = RowSampler(
+            params, draw_seed(params), prompt, spec.vocab_size, spec.device, matcher=matcher, end_ids=spec.end_ids
+        )
+        return Request(
+            prompt=prompt,
+            params=params,
+            lane=Lane(speculation, sampler, self.drafter),
+            output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
+            remaining=self.remaining(prompt, params),
+        )
+
+    def _stream(
+        self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation, observer: Observer | None
+    ) -> Iterator[Chunk]:
+        request = self.scheduler.add(prompt, params, speculation)
+        try:
+            while True:
+                chunk = self._next(request, observer)
+                yield chunk
+                if chunk.last:
+                    return
+        finally:
+            self.scheduler.abort(request)
+
+    def _finish(self, request: Request, observer: Observer | None) -> Generation:
+        while (generation := self._next(request, observer).generation) is None:
+            pass
+        return generation
+
+    def _next(self, request: Request, observer: Observer | None) -> Chunk:
+        """The next chunk of a request; chunks of other requests that come on the way are kept for their readers."""
+        while not request.pending:
+            self.scheduler.observer = observer or Unobserved()
+            try:
+                news = self.scheduler.step()
+            except BaseException:
+                self.scheduler.reset()
+                raise
+            for other, chunk in news:
+                other.pending.append(chunk)
+        chunk = request.pending.pop(0)
+        if chunk.error is not None:
+            raise chunk.error
+        if chunk.generation is not None and isinstance(observer, StageTimer):
+            return replace(chunk, generation=replace(chunk.generation, stages=dict(observer.seconds)))
+        return chunk
+
+    def _check_speculation(self, speculation: Speculation) -> None:
         if speculation.mode != "ar" and self.drafter is None:
             raise InvalidOption(
                 f"mode {speculation.mode} needs a drafter: load one with --drafter, or use mode ar", param="mode"
             )
-
-
-class _Run:
-    """One batch of requests on its way: session, texts, times."""
-
-    def __init__(
-        self,
-        engine: Engine,
-        prompts: Sequence[Sequence[int]],
-        params: Sequence[SamplingParams],
-        speculation: Speculation,
-        observer: Observer | None,
-    ) -> None:
-        if len(prompts) != len(params) or not prompts:
-            raise InvalidOption(f"{len(prompts)} prompts and {len(params)} parameters: give one each, at least one")
-        engine._check_drafter(speculation)
-        remaining = [engine.remaining(p, s) for p, s in zip(prompts, params, strict=True)]
-        self.mode, self.observer, self.prompts = speculation.mode, observer, prompts
-        self.started = time.perf_counter()
-        self.prefilled = self.started
-        self.ended = [self.started] * len(prompts)
-        self.session = Session(engine._pool, speculation, prompts, params, remaining, observer or Unobserved())
-        ends = frozenset(engine.target.spec.end_ids)
-        self.outputs = [
-            RequestOutput(engine.text.stream(), p.stop, frozenset() if p.ignore_eos else ends) for p in params
-        ]
-
-    def rounds(self) -> Iterator[list[tuple[str, list[int]]]]:
-        """Per round, every sequence's new text and token ids; prefill counts as the first."""
-        yield self._take(self.session.prefill())
-        while self.session.running:
-            yield self._take(self.session.step())
-
-    def _take(self, tokens: list[list[int]]) -> list[tuple[str, list[int]]]:
-        now = time.perf_counter()
-        if self.prefilled == self.started:
-            self.prefilled = now
-        done = self.session.batch.state.done.tolist()
-        news: list[tuple[str, list[int]]] = []
-        for index, (output, new) in enumerate(zip(self.outputs, tokens, strict=True)):
-            news.append(("", []) if output.finished else self._push(index, output, new, done[index]))
-        return news
-
-    def _push(self, index: int, output: RequestOutput, new: list[int], last: bool) -> tuple[str, list[int]]:
-        before = len(output.token_ids)
-        text = output.push(new)
-        if last:
-            text += output.finish("length")
-        if output.finished:
-            self.session.finish(index)
-            self.ended[index] = time.perf_counter()
-        return text, output.token_ids[before:]
-
-    def generation(self, index: int) -> Generation:
-        """The finished request."""
-        output, counts = self.outputs[index], self.session.counts[index]
-        return Generation(
-            text=output.text,
-            token_ids=list(output.token_ids),
-            finish_reason=output.finish_reason or "length",
-            mode=self.mode,
-            rounds=counts.rounds,
-            acceptance_length=counts.acceptance_length,
-            prompt_tokens=len(self.prompts[index]),
-            seconds=self.ended[index] - self.started,
-            prefill_seconds=self.prefilled - self.started,
-            decode_seconds=max(self.ended[index] - self.prefilled, 0.0),
-            stages=dict(self.observer.seconds) if isinstance(self.observer, StageTimer) else {},
-            shadow=_shadow(counts) if self.mode == "shadow-linear" else None,
-        )
-
-
-def _shadow(counts: Counts) -> Shadow:
-    return Shadow(
-        linear_acceptance_length=counts.acceptance_length,
-        tree_acceptance_length=counts.tree_acceptance_length,
-        agree=counts.agree if counts.rounds else None,
-    )
+        if speculation.tree_budget > self.config.largest_budget:
+            raise InvalidOption(
+                f"tree_budget {speculation.tree_budget} is more than the {self.config.largest_budget} planned for: ask"
+                " for less, or raise max_tree_budget",
+                param="tree_budget",
+            )

@@ -21,6 +21,11 @@ class Mode:
         """Whether a round needs a proposal at all."""
         return self.chain or self.tree
 
+    @property
+    def shadows(self) -> bool:
+        """Whether a round verifies rows that it may not commit."""
+        return self.chain and self.tree
+
 
 MODES = {
     mode.name: mode

@@ -4,6 +4,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -11,11 +12,29 @@ import torch
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
 
 
+@dataclass(frozen=True)
+class RoundRecord:
+    """What one round of a batch did."""
+
+    batch: int  # sequences
+    rows: int  # verified, roots included
+    drafted: int  # nodes verified, roots excluded
+    accepted: list[int]  # nodes per sequence
+    depths: list[int]  # of the deepest node per sequence
+    modes: list[str]  # per sequence
+    committed: int  # tokens, after cuts at ends
+    seconds: float
+    waiting: int  # requests in the queue
+
+
 class Observer(Protocol):
-    """Sees a stage begin and end."""
+    """Sees a stage begin and end, and what came of a round."""
 
     def stage(self, name: str) -> AbstractContextManager[None]:
         """A context around one stage; `name` is one of STAGES."""
+
+    def round(self, record: RoundRecord) -> None:
+        """A round has ended."""
 
 
 class StageTimer:
@@ -31,6 +50,9 @@ class StageTimer:
         yield
         self.seconds[name] += _now() - started
 
+    def round(self, record: RoundRecord) -> None:
+        """Nothing: this one looks at stages alone."""
+
 
 class Unobserved:
     """The observer that is there when nobody asked."""
@@ -38,6 +60,9 @@ class Unobserved:
     def stage(self, name: str) -> AbstractContextManager[None]:
         """Nothing."""
         return nullcontext()
+
+    def round(self, record: RoundRecord) -> None:
+        """Nothing."""
 
 
 def _now() -> float:

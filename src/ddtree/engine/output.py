@@ -27,9 +27,12 @@ class RequestOutput:
     stream: TokenStream
     stops: Sequence[str]
     end_ids: frozenset[int]
+    stop_ids: frozenset[int] = frozenset()  # those of end_ids that the request named itself
+    min_tokens: int = 0  # stop strings do not count before
     token_ids: list[int] = field(default_factory=list)
     text: str = ""  # everything that may be shown
     finish_reason: str | None = None
+    stop_reason: str | int | None = None  # the stop string or the stop id that ended it; None for an end of sequence
     _held: str = ""  # text that may be the beginning of a stop string
 
     @property
@@ -45,6 +48,7 @@ class RequestOutput:
                 break
             self.token_ids.append(token)
             if token in self.end_ids:
+                self.stop_reason = token if token in self.stop_ids else None
                 self._finish("stop", self._held + self.stream.flush())
             else:
                 self._take(self.stream.push(token))
@@ -54,29 +58,34 @@ class RequestOutput:
         """End here for another reason (length); returns the rest of the text."""
         before = len(self.text)
         if not self.finished:
-            tail = self._held + self.stream.flush()
-            at = self._find(tail)
-            self._finish("stop" if at is not None else reason, tail if at is None else tail[:at])
+            self._finish(reason, self._held + self.stream.flush())
         return self.text[before:]
 
     def _take(self, piece: str) -> None:
         pending = self._held + piece
-        at = self._find(pending)
-        if at is not None:
-            self._finish("stop", pending[:at])
+        if len(self.token_ids) < self.min_tokens:
+            self.text += pending
+            return
+        if self._find(pending) is not None:
+            self._finish("stop", pending)
             return
         keep = self._possible_stop(pending)
         self.text += pending[: len(pending) - keep]
         self._held = pending[len(pending) - keep :]
 
     def _finish(self, reason: str, tail: str) -> None:
-        at = self._find(tail)
-        self.text += tail if at is None else tail[:at]
+        """End with the last text `tail`, unless a stop string is in it: then before that."""
+        found = self._find(tail)
+        if found is not None:
+            reason, (place, self.stop_reason) = "stop", found
+            tail = tail[:place]
+        self.text += tail
         self._held = ""
         self.finish_reason = reason
 
-    def _find(self, text: str) -> int | None:
-        places = [place for stop in self.stops if (place := text.find(stop)) >= 0]
+    def _find(self, text: str) -> tuple[int, str] | None:
+        """Where the first stop string begins, and which it is."""
+        places = [(place, stop) for stop in self.stops if (place := text.find(stop)) >= 0]
         return min(places, default=None)
 
     def _possible_stop(self, text: str) -> int:

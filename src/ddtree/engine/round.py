@@ -1,5 +1,6 @@
 """The only decode loop: draft, build, verify, accept, commit."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -7,27 +8,43 @@ from torch import Tensor
 
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
-from ddtree.engine.modes import Layout, Mode, depths_needed, lay_out, max_rows, ranks_needed
+from ddtree.engine.modes import MODES, Layout, Mode, depths_needed, lay_out, max_rows, ranks_needed
 from ddtree.engine.observer import Observer
-from ddtree.engine.sampling import Sampler
+from ddtree.engine.rows import HostRows
+from ddtree.engine.sampling import RowSampler, greedy
 from ddtree.layers import KVCache
 from ddtree.target import Target
 from ddtree.tree import Accepted, RoundState, accept, cut, top_k
 
 
+class Lane:
+    """One sequence's part in the rounds: how it drafts, and how its tokens are chosen."""
+
+    def __init__(self, speculation: Speculation, sampler: RowSampler, drafter: Drafter | None) -> None:
+        self.speculation, self.sampler = speculation, sampler
+        self.mode: Mode = MODES[speculation.mode]
+        self.depth = depths_needed(self.mode, speculation, drafter.config.depths) if drafter else 0
+        self.ranks = ranks_needed(self.mode, speculation)
+        self.rows = max_rows(self.mode, speculation, self.depth)  # the most a round can have, the root included
+        # Past the context that the drafter was made for, a sequence decodes plainly.
+        self.limit = drafter.config.max_position - drafter.config.block_size if drafter else -1
+
+    def drafts(self, position: int) -> bool:
+        """Whether a round with its root at this position has a proposal."""
+        return self.depth > 0 and position <= self.limit
+
+
 @dataclass
 class Batch:
-    """Everything the rounds of one batch of sequences work on."""
+    """Everything the rounds of one batch of sequences work on. Lane b is sequence b of the state and of both caches."""
 
     target: Target
     target_cache: KVCache
     drafter: Drafter | None
     drafter_cache: KVCache | None
-    mode: Mode
-    speculation: Speculation
+    lanes: Sequence[Lane]
     state: RoundState
-    sampler: Sampler
-    ends: Tensor  # [B, E] int64: end-of-sequence ids; -2 where a request ignores them
+    ends: Tensor  # [B, E] int64: tokens that end a sequence; -2, which is no token, behind them
     observer: Observer
 
     @property
@@ -37,17 +54,27 @@ class Batch:
 
 
 @dataclass(frozen=True)
+class Draft:
+    """One sequence's rows of a round, and the drafter's candidates [D][K] that they point into."""
+
+    layout: Layout
+    candidates: Sequence[Sequence[int]]
+
+    def rows(self, root: int) -> HostRows:
+        """The rows as the sampler reads them."""
+        nodes = self.layout.nodes
+        tokens = [self.candidates[d - 1][r] for d, r in zip(nodes.depths[1:], nodes.ranks[1:], strict=True)]
+        return HostRows([root, *tokens], nodes.parents, nodes.depths)
+
+
+@dataclass(frozen=True)
 class Verdict:
-    """What a round's accept found: what is committed, and, where the mode asks, what the tree would have."""
+    """What a round found: what is committed, and, where a mode asks, what the tree would have."""
 
     committed: Accepted
     tree: Accepted | None
-
-
-def round_depth(drafter: Drafter | None, mode: Mode, speculation: Speculation) -> tuple[int, int]:
-    """Depths and rows (root included) that a round of this mode can have: the sizes of its RoundState."""
-    depth = depths_needed(mode, speculation, drafter.config.depths) if drafter else 0
-    return depth, max_rows(mode, speculation, depth)
+    logits: Tensor  # [B, N, V] the target's own, of every row
+    drafts: Sequence[Draft]
 
 
 def run_round(batch: Batch) -> Verdict:
@@ -56,53 +83,80 @@ def run_round(batch: Batch) -> Verdict:
     with observer.stage("draft"):
         candidates, log_q = _draft(batch)
     with observer.stage("build"):
-        _build(batch, candidates, log_q)
+        drafts = _build(batch, candidates, log_q)
     with observer.stage("verify"):
         logits, features = batch.target.verify(batch.target_cache, state.rows, state.position)
     with observer.stage("accept"):
-        verdict = _accept(batch, logits)
+        verdict = _accept(batch, logits, drafts)
     with observer.stage("commit"):
         _commit(batch, verdict.committed, features)
     return verdict
 
 
 def _draft(batch: Batch) -> tuple[list[list[list[int]]], list[list[list[float]]]]:
-    """Candidate ids and log-probabilities, [B][D][K] each; empty depths where nothing is drafted."""
-    state, drafter = batch.state, batch.drafter
-    if drafter is None or batch.drafter_cache is None or not batch.mode.drafts:
-        nothing: list[list[list[int]]] = [[] for _ in range(len(state.done))]
-        return nothing, [[] for _ in nothing]
-    logits = drafter.propose(batch.drafter_cache, state.tokens[:, 0], state.position, batch.depth)
-    proposal = top_k(logits, ranks_needed(batch.mode, batch.speculation))
-    return proposal.tokens.tolist(), proposal.log_q.tolist()
+    """Candidate ids and log-probabilities, [B][D][K] each; no depths where nothing is drafted."""
+    state, lanes, drafter = batch.state, batch.lanes, batch.drafter
+    candidates: list[list[list[int]]] = [[] for _ in lanes]
+    log_q: list[list[list[float]]] = [[] for _ in lanes]
+    places = zip(lanes, state.position.tolist(), state.done.tolist(), strict=True)
+    who = [index for index, (lane, position, done) in enumerate(places) if not done and lane.drafts(position)]
+    if not who or drafter is None or batch.drafter_cache is None:
+        return candidates, log_q
+    cache, root, position = batch.drafter_cache, state.tokens[:, 0], state.position
+    if len(who) < len(lanes):
+        index = torch.tensor(who, device=root.device)
+        cache, root, position = cache.view(who), root[index], position[index]
+    logits = drafter.propose(cache, root, position, max(lanes[i].depth for i in who))
+    proposal = top_k(logits, max(lanes[i].ranks for i in who))
+    for i, tokens, scores in zip(who, proposal.tokens.tolist(), proposal.log_q.tolist(), strict=True):
+        depth, ranks = lanes[i].depth, lanes[i].ranks
+        candidates[i] = [row[:ranks] for row in tokens[:depth]]
+        log_q[i] = [row[:ranks] for row in scores[:depth]]
+    return candidates, log_q
 
 
-def _build(batch: Batch, candidates: list[list[list[int]]], log_q: list[list[list[float]]]) -> None:
-    """Lay the rows. A sequence that is done, or past the context its drafter was made for, has its root alone."""
+def _build(batch: Batch, candidates: list[list[list[int]]], log_q: list[list[list[float]]]) -> list[Draft]:
+    """Lay the rows. A sequence without a proposal has its root alone."""
     state = batch.state
-    limit = batch.drafter.config.max_position - batch.drafter.config.block_size if batch.drafter else 0
-    layouts = [
-        Layout.root() if done or position > limit else lay_out(batch.mode, batch.speculation, scores)
-        for done, position, scores in zip(state.done.tolist(), state.position.tolist(), log_q, strict=True)
+    drafts = [
+        Draft(lay_out(lane.mode, lane.speculation, scores) if scores else Layout.root(), tokens)
+        for lane, tokens, scores in zip(batch.lanes, candidates, log_q, strict=True)
     ]
-    state.lay([layout.nodes for layout in layouts], candidates)
-    if batch.mode.chain and batch.mode.tree:
-        row = torch.arange(state.width, device=state.tree.device)
-        sizes = torch.tensor([layout.tree_size for layout in layouts], device=row.device)
-        state.tree[:, : state.width] = row < sizes.unsqueeze(1)
-        state.chain.zero_()
-        for index, layout in enumerate(layouts):
-            state.chain[index, layout.chain] = True
+    state.lay([draft.layout.nodes for draft in drafts], candidates)
+    if any(lane.mode.shadows for lane in batch.lanes):
+        state.member.fill_(True)
+        state.tree.fill_(False)
+        for index, (lane, draft) in enumerate(zip(batch.lanes, drafts, strict=True)):
+            state.tree[index, : draft.layout.tree_size] = True
+            if lane.mode.shadows:
+                state.member[index] = False
+                state.member[index, draft.layout.chain] = True
+    return drafts
 
 
-def _accept(batch: Batch, logits: Tensor) -> Verdict:
+def _accept(batch: Batch, logits: Tensor, drafts: Sequence[Draft]) -> Verdict:
     """Each row's own token, then the longest matching path among the rows that the mode commits."""
     state, n = batch.state, batch.state.width
-    own = batch.sampler.choose(logits, state.depths[:, :n], state.position)
-    both = batch.mode.chain and batch.mode.tree
-    committed = accept(state.rows, own, batch.depth, state.chain[:, :n] if both else None)
-    tree = accept(state.rows, own, batch.depth, state.tree[:, :n]) if both else None
-    return Verdict(committed=committed, tree=tree)
+    own = _choose(batch, logits, drafts)
+    shadows = any(lane.mode.shadows for lane in batch.lanes)
+    committed = accept(state.rows, own, batch.depth, state.member[:, :n] if shadows else None)
+    tree = accept(state.rows, own, batch.depth, state.tree[:, :n]) if shadows else None
+    return Verdict(committed, tree, logits, drafts)
+
+
+def _choose(batch: Batch, logits: Tensor, drafts: Sequence[Draft]) -> Tensor:
+    """[B, N] int64: the token that follows each row; -1 where none can."""
+    state = batch.state
+    if all(lane.sampler.plain for lane in batch.lanes):
+        return greedy(logits)
+    own = torch.full(logits.shape[:2], -1, dtype=torch.int64, device=logits.device)
+    places = zip(batch.lanes, drafts, state.tokens[:, 0].tolist(), state.position.tolist(), strict=True)
+    for index, (lane, draft, root, position) in enumerate(places):
+        used = logits[index, : len(draft.layout.nodes)]
+        own[index, : len(used)] = (
+            greedy(used) if lane.sampler.plain else lane.sampler.choose(used, draft.rows(root), position)
+        )
+    return own
 
 
 def _commit(batch: Batch, accepted: Accepted, features: Tensor) -> None:
@@ -111,10 +165,10 @@ def _commit(batch: Batch, accepted: Accepted, features: Tensor) -> None:
     path = accepted.path.masked_fill(state.done.unsqueeze(1), -1)
     batch.target.commit(batch.target_cache, path, state.position)
     if batch.drafter is not None and batch.drafter_cache is not None:
-        longest = int(accepted.count.max()) + 1
-        rows = accepted.path[:, :longest].clamp(min=0)  # [B, M]
+        counts = [count + 1 for count in accepted.count.tolist()]
+        rows = accepted.path[:, : max(counts)].clamp(min=0)  # [B, M]
         kept = features.gather(1, rows.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
-        batch.drafter.append(batch.drafter_cache, kept, state.position)
+        batch.drafter.append(batch.drafter_cache, kept, state.position, counts)
     kept_tokens, ended = cut(accepted.tokens, accepted.count + 1, state.remaining, batch.ends)
     kept_tokens = kept_tokens.masked_fill(state.done, 0)
     state.path.copy_(path)

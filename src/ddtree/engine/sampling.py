@@ -2,14 +2,34 @@
 
 The noise is standard Gumbel, so the argmax is an exact sample of softmax(logits / temperature). Since it depends on
 nothing else (not on mode, node, round or place in the batch), the same seed gives the same tokens in every mode.
+The logits have been through the grammar, the biases and the penalties of the row's own path before.
 """
 
+from collections.abc import Sequence
 from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+from ddtree.config import SamplingParams
+from ddtree.engine.filters import Candidates, Filters
+from ddtree.engine.history import History
+from ddtree.engine.logprobs import TokenLogprob, token_logprobs
+from ddtree.engine.rows import HostRows, Matcher
+from ddtree.errors import DamagedFile, InvalidOption
 from ddtree.tree import best
+
+__all__ = [
+    "HostRows",
+    "Matcher",
+    "Noise",
+    "RowSampler",
+    "TokenLogprob",
+    "check_token_ids",
+    "greedy",
+    "gumbel",
+    "token_logprobs",
+]
 
 _MASK = 0xFFFFFFFF
 Bits = TypeVar("Bits", int, Tensor)  # a number in [0, 2^32), or an int64 tensor of them
@@ -39,10 +59,21 @@ def gumbel(seed: int, position: int, vocab: int, device: torch.device | str = "c
     """
     one, two = _stream(seed, position)
     token = torch.arange(vocab, device=device)
-    bits = _mix(_mix(token ^ one) + two & _MASK)  # [vocab], 32 random bits each
+    return _gumbel_of(_mix(_mix(token ^ one) + two & _MASK))
+
+
+def _gumbel_of(bits: Tensor) -> Tensor:
+    """32 random bits each, as int64, to standard Gumbel noise in float32."""
     # v near 0 is where the largest noise comes from, and floats are finest there; log1p keeps what they resolve.
     v = ((bits.double() + 0.5) * 2.0**-32).float().clamp_(max=1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))
+
+
+def _gumbel_at(seed: int, positions: Sequence[int], tokens: Tensor) -> Tensor:
+    """What gumbel gives n positions at some tokens each. tokens: [n, P] int64. Returns: [n, P] float32."""
+    keys = torch.tensor([_stream(seed, position) for position in positions], device=tokens.device)  # [n, 2]
+    one, two = keys[:, :1], keys[:, 1:]
+    return _gumbel_of(_mix(_mix(tokens ^ one) + two & _MASK))
 
 
 class Noise:
@@ -65,42 +96,159 @@ class Noise:
             del self._rows[old]
 
 
-class Sampler:
-    """Chooses the token of every row of a batch."""
+def greedy(logits: Tensor) -> Tensor:
+    """The token of the highest logit, the lowest id on ties; -1 where none is above -inf, or one is NaN.
 
-    def __init__(self, temperatures: list[float], seeds: list[int], vocab: int, device: torch.device) -> None:
-        self.temperatures = temperatures
-        self._noise = [
-            Noise(seed, vocab, device) if t > 0 else None for t, seed in zip(temperatures, seeds, strict=True)
-        ]
+    logits: [..., V] of any float dtype. Returns: [...] int64.
+    """
+    own = best(logits)
+    return _answered(own, logits)
 
-    def choose(self, logits: Tensor, depths: Tensor, position: Tensor) -> Tensor:
-        """Each row's own token; the lowest id on ties.
+
+def _answered(own: Tensor, scores: Tensor) -> Tensor:
+    """-1 for a row whose token has no number for a score (NaN counts as the best), or a forbidden one."""
+    score = scores.gather(-1, own.unsqueeze(-1)).squeeze(-1)
+    return own.where(score > -torch.inf, -1)  # false for NaN
+
+
+def check_token_ids(params: SamplingParams, vocab: int) -> None:
+    """Raises InvalidOption for a token id of the request that the vocabulary does not have."""
+    ids = {"logit_bias": [token for token, _ in params.logit_bias], "stop_token_ids": list(params.stop_token_ids)}
+    for name, tokens in ids.items():
+        for token in tokens:
+            if token >= vocab:
+                raise InvalidOption(
+                    f"{name} names token {token}, but the model's vocabulary ends at {vocab - 1}: leave it out",
+                    param=name,
+                )
+
+
+class RowSampler:
+    """Chooses the tokens of one sequence: of every row of its tree, each by the history of the row's own path."""
+
+    def __init__(
+        self,
+        params: SamplingParams,
+        seed: int,
+        prompt: Sequence[int],
+        vocab: int,
+        device: torch.device,
+        *,
+        matcher: Matcher | None = None,
+        end_ids: Sequence[int] = (),
+    ) -> None:
+        """
+        Args:
+            seed: of the noise; params.seed is not read, since it may be None.
+            prompt: token ids, which the repetition penalty counts.
+            end_ids: what may not come before params.min_tokens, beside params.stop_token_ids.
+        Raises InvalidOption for a token id outside the vocabulary.
+        """
+        check_token_ids(params, vocab)
+        temperature = float(params.temperature)
+        self._greedy = temperature == 0 or params.top_k == 1
+        self._filters = Filters(temperature, max(params.top_k, 0), float(params.top_p), float(params.min_p))
+        self._filtered = self._filters.active(vocab)
+        self._seed, self._noise = seed, Noise(seed, vocab, device)
+        self._history = History(params, prompt, device)
+        self._matcher = matcher
+        self._min_tokens, self._output = params.min_tokens, 0
+        ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
+        self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
+        processed = self._history.active or bool(ends) or matcher is not None
+        self.plain = self._greedy and not processed  # `greedy` of the raw logits is the answer
+
+    @property
+    def grammar_error(self) -> str | None:
+        """Why the grammar allows nothing any more; None as long as it works, and without one."""
+        return None if self._matcher is None else self._matcher.error
+
+    def choose(self, logits: Tensor, rows: HostRows, position: int) -> Tensor:
+        """Each row's own token, whatever other rows there are.
 
         Args:
-            logits: [B, N, V]; depths: [B, N] int64; position: [B] int64, of the roots.
-        A row at depth d stands at position + d and chooses the token at position + d + 1. Returns: [B, N] int64.
+            logits: [n, V] of any float dtype, raw; not changed.
+            rows: n rows.
+            position: the root's absolute position; a row at depth d chooses the token at position + d + 1.
+        Returns: [n] int64; -1 for a row that has no answer: its path breaks the grammar, its logits are NaN, or none is
+        above -inf.
         """
-        own = best(logits)
-        for index, noise in enumerate(self._noise):
-            if noise is not None:
-                base = int(position[index]) + 1
-                noise.forget(base)
-                own[index] = self._sample(index, noise, logits[index], depths[index] + base)
+        if self.plain:
+            return greedy(logits)
+        scores = self._processed(logits, rows)
+        if self._greedy:
+            return greedy(scores)
+        self._noise.forget(position + 1)
+        positions = [position + depth + 1 for depth in rows.depths]
+        return self._filtered_best(scores, positions) if self._filtered else self._noisy_best(scores, positions)
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """The answer goes on by these tokens, in order.
+
+        Raises DamagedFile for -1, which is no token: see choose.
+        """
+        if -1 in tokens:
+            raise DamagedFile(
+                "no token can be chosen: the model's logits are not numbers (its weights or its configuration are"
+                " damaged, or overflow in this dtype: fetch the model again, or try float32)"
+                + (", or the grammar allows none of its tokens" if self._matcher is not None else "")
+            )
+        self._output += len(tokens)
+        self._history.commit(tokens)
+        if self._matcher is not None:
+            self._matcher.commit(tokens)
+
+    def _processed(self, logits: Tensor, rows: HostRows) -> Tensor:
+        """Logits as they are drawn from, before temperature: [n, V] float32; the raw ones where nothing changes."""
+        scores = logits.float()
+        early = [row for row, depth in enumerate(rows.depths) if self._output + depth < self._min_tokens]
+        early = early if len(self._ends) else []
+        if self._history.active or early:
+            scores = scores.clone() if scores is logits else scores
+        if self._history.active:
+            self._history.apply_(scores, logits, rows)
+        allowed = None
+        if self._matcher is not None:
+            allowed = self._matcher.masks(rows.tokens, rows.parents).to(scores.device)  # [n, V]
+            scores = scores.masked_fill(~allowed, -torch.inf)
+        if early:
+            self._forbid_ends_(scores, torch.tensor(early, device=scores.device), allowed)
+        return scores
+
+    def _forbid_ends_(self, scores: Tensor, early: Tensor, allowed: Tensor | None) -> None:
+        """Mask the end tokens in some rows, but not where the grammar allows nothing else: the answer is complete."""
+        if allowed is not None:
+            others = allowed[early].index_fill(1, self._ends, False).any(-1)
+            early = early[others]
+        scores[early.unsqueeze(1), self._ends] = -torch.inf
+
+    def _noisy_best(self, scores: Tensor, positions: list[int]) -> Tensor:
+        """argmax(scores + temperature * noise) of all tokens. scores: [n, V] float32. Returns: [n] int64."""
+        temperature = self._filters.temperature
+        noisy = torch.empty_like(scores)
+        # Row by row: no copy of the noise, and the same operation on the same shape whatever rows there are.
+        for row, position in enumerate(positions):
+            noise = self._noise.at(position)
+            if temperature > 1:  # the same order, and no temperature overflows; the limit keeps -inf away from 0 * inf
+                torch.add(noise, scores[row], alpha=max(1 / temperature, 1e-30), out=noisy[row])
+            else:
+                torch.add(scores[row], noise, alpha=temperature, out=noisy[row])
+        return _answered(best(noisy), scores)
+
+    def _filtered_best(self, scores: Tensor, positions: list[int]) -> Tensor:
+        """The same of the tokens that the filters keep."""
+        few, lacking = self._filters.narrow(scores)
+        own = self._draw(few, positions)
+        for row in lacking.nonzero().flatten().tolist():
+            own[row] = self._draw(self._filters.wide(scores[row : row + 1]), positions[row : row + 1])[0]
         return own
 
-    def choose_one(self, index: int, logits: Tensor, position: int) -> int:
-        """The token of sequence `index` at an absolute position, from logits [V]."""
-        noise = self._noise[index]
-        if noise is None:
-            return int(best(logits))
-        return int(self._sample(index, noise, logits.unsqueeze(0), torch.tensor([position])))
-
-    def _sample(self, index: int, noise: Noise, logits: Tensor, positions: Tensor) -> Tensor:
-        """logits: [N, V]; positions: [N] int64, of the tokens to choose. Returns: [N] int64."""
-        distinct, which = positions.unique(return_inverse=True)
-        rows = torch.stack([noise.at(int(p)) for p in distinct])  # [distinct, V]
-        temperature = self.temperatures[index]
-        if temperature > 1:  # the same order, and no temperature overflows
-            return best(torch.add(rows[which], logits.float(), alpha=1 / temperature))
-        return best(torch.add(logits.float(), rows[which], alpha=temperature))
+    def _draw(self, candidates: Candidates, positions: list[int]) -> Tensor:
+        """The candidate of the highest score, the lowest id on ties. Returns: [n] int64, -1 where there is none."""
+        noise = _gumbel_at(self._seed, positions, candidates.ids).double()
+        scores = candidates.values.double() + self._filters.temperature * noise  # [n, P]
+        scores = scores.masked_fill(~candidates.keep, -torch.inf)
+        top = scores.amax(-1, keepdim=True)
+        nowhere = torch.iinfo(torch.int64).max
+        own = candidates.ids.where(scores == top, nowhere).amin(-1)
+        return own.where(top.squeeze(-1) > -torch.inf, -1)  # false for NaN

@@ -1,10 +1,9 @@
-"""The HTTP routes: they translate between OpenAI's API and an engine, and decide nothing about decoding."""
+"""The HTTP app: its routes, and one shape for everything that goes wrong."""
 
-import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
@@ -12,39 +11,34 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
 from ddtree import __version__
-from ddtree.errors import ContextLengthExceeded, DDTreeError
-from ddtree.server.body import BodyGuard
-from ddtree.server.problems import ApiError, ErrorBody, as_api_error, echo, from_unreadable, from_validation
-from ddtree.server.schemas import ChatRequest
-from ddtree.server.stream import EventStream, Reply, events
-from ddtree.server.worker import EngineFailed, EngineStopped, EngineWorker
+from ddtree.errors import DDTreeError
+from ddtree.server.chat import add_chat_route
+from ddtree.server.choices import ClientGone, Service
+from ddtree.server.completions import add_completion_route
+from ddtree.server.logprobs import Spelling
+from ddtree.server.operation import add_operation
+from ddtree.server.options import ServerOptions
+from ddtree.server.problems import ApiError, ErrorBody, as_api_error, from_unreadable, from_validation
+from ddtree.server.schemas.responses import ModelCard, ModelList
+from ddtree.server.worker import EngineFailed, EngineStopped, EngineWorker, QueueFull
 
 if TYPE_CHECKING:
     from ddtree.engine import Engine
 
-T = TypeVar("T")
-SHUTDOWN_SECONDS = 3.0  # how long a running answer may go on after the server was told to stop
-# Tokenizing holds Python's lock, so a text that cannot fit is refused by its length alone. Tokens are rarely longer
-# than 16 characters: a longer text fits only if its tokens average over 32, as in long runs of spaces alone.
-MAX_CHARACTERS_PER_TOKEN = 32
+NOT_FOUND = {404: "not_found", 405: "method_not_allowed"}
 
 
-class ClientGone(Exception):
-    """The client closed the connection before it had an answer."""
-
-
-def create_app(engine: "Engine", served_model_name: str, *, default_seed: int | None = None) -> FastAPI:
+def create_app(engine: "Engine", options: ServerOptions) -> FastAPI:
     """An OpenAI-compatible API for a loaded engine, which the app then has for itself.
 
-    `default_seed` is the seed of every request that sends none; None: a fresh one for each.
     The app keeps its `EngineWorker` as `app.state.worker`; the thread starts with the first request.
     """
-    worker = EngineWorker(engine)
+    worker = EngineWorker(engine, options.max_queue)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         yield
-        await worker.stop(SHUTDOWN_SECONDS)
+        await worker.stop(options.shutdown_timeout)
 
     refusals: dict[int | str, dict[str, Any]] = {"4XX": {"model": ErrorBody}, "5XX": {"model": ErrorBody}}
     # No /docs pages: they load scripts from elsewhere. /openapi.json is served.
@@ -58,103 +52,45 @@ def create_app(engine: "Engine", served_model_name: str, *, default_seed: int | 
         responses=refusals,
     )
     app.state.worker = worker
-    app.add_middleware(BodyGuard)
+    service = Service(engine, worker, options, Spelling(engine.text))
     _add_error_handlers(app)
-    _add_model_routes(app, engine, worker, served_model_name)
-    _add_chat_route(app, worker, served_model_name, default_seed, engine.max_model_len)
+    _add_model_routes(app, service)
+    add_chat_route(app, service)
+    add_completion_route(app, service)
+    add_operation(app, engine, worker, options)
     return app
 
 
-def _add_model_routes(app: FastAPI, engine: "Engine", worker: EngineWorker, name: str) -> None:
-    card = {
-        "id": name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "ddtree",
-        "root": str(engine.info()["model"]),
-        "parent": None,
-        "max_model_len": engine.max_model_len,
+def _add_model_routes(app: FastAPI, service: Service) -> None:
+    created, engine = int(time.time()), service.engine
+    cards = {
+        name: {
+            "id": name,
+            "object": "model",
+            "created": created,
+            "owned_by": "ddtree",
+            "root": str(engine.info()["model"]),
+            "parent": None,
+            "max_model_len": engine.max_model_len,
+        }
+        for name in service.options.served_model_names
     }
 
-    @app.head("/health", include_in_schema=False)
-    @app.get("/health")
-    async def health() -> dict[str, str]:
-        """200 when the engine can generate, else 503."""
-        worker.check()
-        return {"status": "ok"}
+    @app.get("/v1/models", response_model=ModelList)
+    async def models() -> Response:
+        """The served names; all stand for one model."""
+        return JSONResponse({"object": "list", "data": list(cards.values())})
 
-    @app.get("/v1/models")
-    async def models() -> dict[str, Any]:
-        """The one model that is served."""
-        return {"object": "list", "data": [card]}
-
-    @app.get("/v1/models/{model:path}")
-    async def model_card(model: str) -> dict[str, Any]:
-        """One model by its name."""
-        _check_model(model, name)
-        return card
-
-
-def _add_chat_route(app: FastAPI, worker: EngineWorker, name: str, default_seed: int | None, context: int) -> None:
-    @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatRequest, request: Request) -> Response:
-        """Answers a chat, whole or as a stream of server-sent events."""
-        _check_model(body.model, name)
-        params = body.sampling(default_seed)
-        messages = [message.for_template() for message in body.messages]
-        _check_length(messages, context)
-        prompt = await _unless_gone(request, worker.encode(messages))
-        answer = worker.submit(prompt, params)
-        try:
-            if not body.stream:
-                return JSONResponse(Reply(name).whole(await _unless_gone(request, answer.whole())))
-            # The first chunk is awaited before any header is sent, so that a refusal still gets its status code.
-            first = await _unless_gone(request, answer.next())
-        except BaseException:
-            answer.cancel()
-            raise
-        return EventStream(answer, events(Reply(name), first, answer, body.include_usage))
-
-
-def _check_model(asked: str | None, served: str) -> None:
-    if asked is not None and asked != served:
-        message = f"the model {echo(asked)} is not served here: ask for {echo(served)}, or leave `model` out"
-        raise ApiError(message, status=404, param="model", code="model_not_found")
-
-
-def _check_length(messages: Sequence[Mapping[str, str]], context: int) -> None:
-    """Raises `ContextLengthExceeded` for a chat that cannot fit `context` tokens, before any work is put into it."""
-    if len(messages) > context:  # templates spend tokens on each message, an empty one too
-        said = f"{len(messages)} messages do not fit the context of {context} tokens: send fewer"
-        raise ContextLengthExceeded(said, param="messages")
-    characters = sum(len(message["content"]) for message in messages)
-    if characters > context * MAX_CHARACTERS_PER_TOKEN:
-        said = f"the messages' {characters} characters are too many for the context of {context} tokens"
-        raise ContextLengthExceeded(f"{said}: shorten them", param="messages")
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Awaits `work`, whose request's body is read already. Raises `ClientGone` when the client hangs up first."""
-
-    async def hung_up() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(hung_up())
-    try:
-        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientGone
-        return task.result()
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+    @app.get("/v1/models/{model:path}", response_model=ModelCard)
+    async def model_card(model: str) -> Response:
+        """One of them."""
+        service.check_model(model)
+        return JSONResponse(cards[model])
 
 
 def _add_error_handlers(app: FastAPI) -> None:
     def answer(error: ApiError, headers: Any = None) -> JSONResponse:
-        return JSONResponse(error.body(), status_code=error.status, headers=headers)
+        return JSONResponse(error.body(), status_code=error.status, headers={**error.headers, **(headers or {})})
 
     async def any_error(request: Request, error: Exception) -> Response:
         return answer(as_api_error(error))
@@ -168,13 +104,13 @@ def _add_error_handlers(app: FastAPI) -> None:
         if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's word for JSON that cannot be read
             return answer(from_unreadable(error.__cause__))
         message = f"{error.detail}: {request.method} {request.url.path}"
-        code = {404: "not_found", 405: "method_not_allowed"}.get(error.status_code)
-        return answer(ApiError(message, status=error.status_code, code=code), error.headers)
+        said = ApiError(message, status=error.status_code, code=NOT_FOUND.get(error.status_code))
+        return answer(said, error.headers)
 
     async def client_gone(request: Request, error: Exception) -> Response:
         return Response(status_code=499)  # read by nobody; the number is the one that proxies log
 
-    for kind in (ApiError, DDTreeError, EngineFailed, EngineStopped, Exception):
+    for kind in (ApiError, DDTreeError, EngineFailed, EngineStopped, QueueFull, Exception):
         app.add_exception_handler(kind, any_error)
     app.add_exception_handler(RequestValidationError, validation)
     app.add_exception_handler(HTTPException, http_error)

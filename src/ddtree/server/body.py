@@ -8,7 +8,6 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ddtree.server.problems import ApiError
 
-MAX_BODY_BYTES = 4 * 2**20  # 128K tokens of English are about 0.5 MB
 BODY_SECONDS = 30.0  # from the end of the head to the end of the body
 
 
@@ -18,15 +17,15 @@ class BodyGuard:
     Raises nothing: refusals are answers in OpenAI's shape, 413 and 408.
     """
 
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
+    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+        self._app, self._max_bytes = app, max_bytes
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         try:
-            body = await asyncio.wait_for(_read(Headers(scope=scope), receive), BODY_SECONDS)
+            body = await asyncio.wait_for(_read(Headers(scope=scope), receive, self._max_bytes), BODY_SECONDS)
         except TimeoutError:
             message = f"the body did not arrive within {BODY_SECONDS:g} s: send the request again"
             late = ApiError(message, status=408, code="request_timeout")
@@ -40,11 +39,11 @@ class BodyGuard:
                 await self._app(scope, _again(body, receive), send)
 
 
-async def _read(headers: Headers, receive: Receive) -> bytes | None:
-    """The whole body; None when the client hangs up first. Raises `ApiError` above `MAX_BODY_BYTES`."""
+async def _read(headers: Headers, receive: Receive, limit: int) -> bytes | None:
+    """The whole body; None when the client hangs up first. Raises `ApiError` above `limit` bytes."""
     told = headers.get("content-length", "")
-    if told.isdecimal() and int(told[:20]) > MAX_BODY_BYTES:
-        raise _too_large(told[:20])
+    if told.isdecimal() and int(told[:20]) > limit:
+        raise _too_large(told[:20], limit)
     parts, size = [], 0
     while True:
         message = await receive()
@@ -53,14 +52,14 @@ async def _read(headers: Headers, receive: Receive) -> bytes | None:
         part = message.get("body", b"")
         parts.append(part)
         size += len(part)
-        if size > MAX_BODY_BYTES:  # a chunked body tells no size beforehand
-            raise _too_large(f"at least {size}")
+        if size > limit:  # a chunked body tells no size beforehand
+            raise _too_large(f"at least {size}", limit)
         if not message.get("more_body", False):
             return b"".join(parts)
 
 
-def _too_large(size: str) -> ApiError:
-    message = f"the body has {size} bytes, but at most {MAX_BODY_BYTES} are read: send a shorter conversation"
+def _too_large(size: str, limit: int) -> ApiError:
+    message = f"the body has {size} bytes, but at most {limit} are read: send a shorter conversation"
     return ApiError(message, status=413, code="request_too_large")
 
 

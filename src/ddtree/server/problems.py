@@ -7,10 +7,26 @@ from typing import Any
 from pydantic import BaseModel
 
 from ddtree.errors import DDTreeError
-from ddtree.server.worker import EngineFailed, EngineStopped
+from ddtree.server.worker import EngineFailed, EngineStopped, QueueFull
 
 MAX_ECHO = 80  # characters of a wrong value that a message repeats
-ITEMS = {"messages": "message", "content": "content part", "stop": "string"}  # what the lists of a body hold
+ITEMS = {  # what the lists of a body hold
+    "messages": "message",
+    "content": "content part",
+    "stop": "string",
+    "prompt": "item",
+    "tools": "tool",
+    "stop_token_ids": "id",
+    "logit_bias": "id",
+}
+# Fields of a body by the engine's names of them.
+FIELDS = {
+    "mode": "speculative.mode",
+    "tree_budget": "speculative.tree_budget",
+    "tree_top_k": "speculative.tree_top_k",
+    "tree_spine": "speculative.tree_spine",
+    "grammar": "response_format",
+}
 
 
 class ErrorDetail(BaseModel):
@@ -39,12 +55,14 @@ class ApiError(Exception):
         code: str | None = None,
         status: int = 400,
         kind: str = "invalid_request_error",
+        retry_after: int | None = None,
     ) -> None:
         # A lone surrogate, which JSON can spell, would make this body impossible to send.
         message = message.encode(errors="backslashreplace").decode()
         param = param and param.encode(errors="backslashreplace").decode()
         super().__init__(message)
         self.status = status
+        self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}  # seconds
         self.detail = ErrorDetail(message=message, type=kind, param=param, code=code)
 
     def body(self) -> dict[str, Any]:
@@ -52,15 +70,23 @@ class ApiError(Exception):
         return ErrorBody(error=self.detail).model_dump()
 
 
-def as_api_error(error: Exception) -> ApiError:
-    """Translates what the engine, its worker or a bug raised. Messages of bugs stay in the server's log."""
+def as_api_error(error: Exception, prompt: str = "prompt") -> ApiError:
+    """Translates what the engine, its worker or a bug raised. Messages of bugs stay in the server's log.
+
+    prompt: the field that the engine's prompt was made of.
+    """
     match error:
         case ApiError():
             return error
-        case DDTreeError():  # the engine's prompt is what the template made of this API's messages
-            return ApiError(str(error), param="messages" if error.param == "prompt" else error.param, code=error.code)
+        case DDTreeError():
+            param = prompt if error.param == "prompt" else FIELDS.get(error.param or "", error.param)
+            return ApiError(str(error), param=param, code=error.code)
+        case QueueFull():
+            said = {"kind": "rate_limit_error", "code": "queue_full"}  # the type that OpenAI's clients retry
+            return ApiError(str(error), status=429, retry_after=error.retry_after, **said)
         case EngineStopped():
-            return ApiError(str(error), status=503, kind="service_unavailable_error", code=error.code)
+            kind = "service_unavailable_error"
+            return ApiError(str(error), status=503, kind=kind, code=error.code, retry_after=error.retry_after)
         case EngineFailed():
             return ApiError(str(error), status=500, kind="server_error", code="engine_error")
         case _:
@@ -97,7 +123,7 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {context.get('error', 'it cannot be read')}", code="invalid_json")
-    param = _path(first["loc"])
+    param = _path((*first["loc"], context["field"]) if "field" in context else first["loc"])
     if kind == "string_unicode":  # of names alone: half characters in values have a check of their own
         where = f"`{param}`" if param else "the body"
         said = f"{where} has an unknown field, whose name {echo(first['input'])} is not valid Unicode"
@@ -113,7 +139,8 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
 
 def _said(error: Mapping[str, Any], param: str) -> str:
     """One of pydantic's errors about a value, as a sentence whose subject is the field."""
-    kind, context, value = error["type"], error.get("ctx", {}), echo(error["input"])
+    kind, context = error["type"], error.get("ctx", {})
+    value = echo(context.get("value") if "field" in context else error["input"])
     item = ITEMS.get(param.rpartition(".")[2].partition("[")[0], "item")
     if kind == "too_long":
         return f"takes at most {context['max_length']} {item}s, not {len(error['input'])}"

@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 
 from ddtree.errors import InvalidOption, PortInUse
-from ddtree.server.app import SHUTDOWN_SECONDS, create_app
+from ddtree.server.app import create_app
+from ddtree.server.logs import log_to_stderr
+from ddtree.server.options import ServerOptions
 from ddtree.server.worker import EngineWorker
 
 if TYPE_CHECKING:
@@ -64,16 +66,23 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server with a ready line, and with an end to answers that a stop would otherwise wait for."""
+    """uvicorn's server with a ready line, and with a stop that lets answers end, but not for ever.
 
-    def __init__(self, app: "FastAPI", ready: str = "") -> None:
+    A stop has two parts. While running answers end, it still listens: new requests learn with 503 when to come back,
+    and `/health` tells balancers to send none. Then it closes.
+    """
+
+    def __init__(self, app: "FastAPI", options: ServerOptions, ready: str = "") -> None:
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, lifespan="on", timeout_keep_alive=KEEP_ALIVE_SECONDS
         )
         super().__init__(config)
         self._worker: EngineWorker = app.state.worker
+        self._seconds = options.shutdown_timeout
         self._ready = ready
         self._headless: dict[Any, tuple[Any, float]] = {}  # by connection: its last request, and since when it waits
+        self._draining: asyncio.Task[None] | None = None
+        self.stop_asked = False  # set by `serve`'s signal handlers; seen within a tenth of a second
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -87,9 +96,8 @@ class Server(uvicorn.Server):
             print(self._ready, flush=True)
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        """Stops to accept, and says so; what runs ends within a few seconds."""
-        busy = f": the running answer may take up to {SHUTDOWN_SECONDS:g} s" if self._worker.busy else ""
-        print(f"stopping{busy}", file=sys.stderr, flush=True)
+        """Stops to accept; what still runs ends within the time for it."""
+        self._drain()
         ending = asyncio.create_task(self._end_answers())
         await super().shutdown(sockets)
         await ending
@@ -98,7 +106,20 @@ class Server(uvicorn.Server):
         """Called ten times a second. Once a second it also drops connections that send no whole head."""
         if counter % 10 == 0:
             self._drop_headless(time.monotonic())
+        if self.stop_asked:
+            self.should_exit |= self._drain().done()
         return await super().on_tick(counter)
+
+    def _drain(self) -> "asyncio.Task[None]":
+        """Lets the worker take nothing more; done when nothing runs. Says so, once."""
+        if self._draining is None:
+            left = self._worker.busy
+            answers = f"{left} running answer" + ("s" if left > 1 else "")
+            busy = f": {answers} may take up to {self._seconds:g} s" if left else ""
+            print(f"stopping{busy}", file=sys.stderr, flush=True)
+            self._draining = asyncio.create_task(self._worker.stop(self._seconds))
+            # It may be done at once: then the first tick ends the server.
+        return self._draining
 
     def _drop_headless(self, now: float) -> None:
         """uvicorn's keep-alive ends with the first byte, so half a head would hold its connection for ever."""
@@ -113,7 +134,7 @@ class Server(uvicorn.Server):
         self._headless = waiting
 
     async def _end_answers(self) -> None:
-        await self._worker.stop(SHUTDOWN_SECONDS)
+        await self._drain()
         for _ in range(10):
             if not self.server_state.connections:
                 return
@@ -122,21 +143,21 @@ class Server(uvicorn.Server):
             connection.transport.abort()
 
 
-def serve(engine: "Engine", host: str, port: int, served_model_name: str, *, default_seed: int | None = None) -> None:
+def serve(engine: "Engine", host: str, port: int, options: ServerOptions) -> None:
     """Serves until SIGINT or SIGTERM, in the main thread. Prints one line when ready, and one (to stderr) at a stop.
 
-    `default_seed` is the seed of every request that sends none; None: a fresh one for each.
-    A stop lets the running answer go on for `SHUTDOWN_SECONDS`, then cuts it; a second SIGINT ends at once.
+    A stop lets running answers go on for `options.shutdown_timeout`, then cuts them; a second SIGINT ends at once.
     A server that a signal stopped does not come back: it ends the process with code 0. Raises as `listen` does.
     """
     sock = listen(host, port)
+    log_to_stderr(options.log_level)
     shown = f"[{host}]" if ":" in host else host
     address = f"http://{shown}:{sock.getsockname()[1]}/v1"
     info = engine.info()
     how = f"mode {engine.speculation.mode}, {info['dtype']} on {info['device']}"
-    ready = f"ddtree ready: {address} (model {served_model_name}, {how})"
-    app = create_app(engine, served_model_name, default_seed=default_seed)
-    server = Server(app, ready)
+    ready = f"ddtree ready: {address} (model {options.name}, {how})"
+    app = create_app(engine, options)
+    server = Server(app, options, ready)
     with sock, _stop_on_signals(server) as stopped_by:
         server.run(sockets=[sock])
         if stopped_by or app.state.worker.busy:
@@ -148,7 +169,7 @@ def serve(engine: "Engine", host: str, port: int, served_model_name: str, *, def
 
 
 @contextmanager
-def _stop_on_signals(server: uvicorn.Server) -> Iterator[list[int]]:
+def _stop_on_signals(server: Server) -> Iterator[list[int]]:
     """SIGINT and SIGTERM stop the server, a second SIGINT ends the process at once. Gives the signals that came."""
     came: list[int] = []
     if threading.current_thread() is not threading.main_thread():
@@ -159,7 +180,7 @@ def _stop_on_signals(server: uvicorn.Server) -> Iterator[list[int]]:
         if came and number == signal.SIGINT:
             os._exit(128 + number)  # as a shell tells the death by this signal
         came.append(number)
-        server.should_exit = True
+        server.stop_asked = True
 
     before = {number: signal.signal(number, stop) for number in (signal.SIGINT, signal.SIGTERM)}
     try:

@@ -1,215 +1,336 @@
 """The one thread that runs the engine, and the way its chunks take to the event loop.
 
-Requests are answered one after another, in the order they came. This is the seam where a scheduler that batches
-requests goes in: the rest of the server knows `encode`, `submit`, `check` and `stop` only.
+The thread takes orders (add, abort) between the steps of the engine's scheduler, which decides what runs and what
+waits. Each step's chunks go to the event loop in one call, however many requests share the step.
 """
 
 import asyncio
 import logging
+import math
 import threading
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, TypeVar
 
-from ddtree.config import SamplingParams
-from ddtree.errors import DDTreeError
+from ddtree.config import SamplingParams, Speculation
+from ddtree.errors import DDTreeError, InvalidOption
+from ddtree.server.answer import Answer, EngineFailed, EngineStopped, QueueFull, post
+from ddtree.server.watcher import Unwatched, Watcher
 
 if TYPE_CHECKING:
-    from ddtree.engine import Chunk, Engine, Generation
+    from ddtree.engine import Chunk, Engine
+    from ddtree.engine.observer import Observer
+    from ddtree.engine.request import Request
+    from ddtree.engine.scheduler import SchedulerStats
+
+__all__ = ["Answer", "EngineFailed", "EngineStopped", "EngineWorker", "QueueFull"]
 
 log = logging.getLogger("ddtree.server")
+T = TypeVar("T")
 
-CUT_SECONDS = 2.0  # how long a stop waits for the round in flight, after the request was told
-
-
-class EngineStopped(Exception):
-    """The engine takes no request any more, or gave this one up: the server stops, or its thread has died."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.code = code
-
-
-class EngineFailed(Exception):
-    """The engine raised something that is no fault of the caller's."""
-
-    def __init__(self, cause: BaseException) -> None:
-        super().__init__(f"the engine failed while generating ({type(cause).__name__}): the server's log says where")
-
-
-class Answer:
-    """One request on its way: filled by the engine's thread, read by the event loop that it was made in.
-
-    Its last chunk carries the generation; after that there is nothing to read. Reading raises what went wrong:
-    a `DDTreeError` that the caller can mend, `EngineFailed` or `EngineStopped`.
-    """
-
-    def __init__(self, prompt: list[int], params: SamplingParams) -> None:
-        self.prompt = prompt
-        self.params = params
-        self._loop = asyncio.get_running_loop()
-        self._items: asyncio.Queue[Chunk | Exception] = asyncio.Queue()
-        self._cancelled = threading.Event()
-
-    @property
-    def cancelled(self) -> bool:
-        """Whether nobody waits for the rest."""
-        return self._cancelled.is_set()
-
-    def cancel(self) -> None:
-        """Gives the rest up: the engine drops the request, or stops within a round. Never too late, never blocks."""
-        self._cancelled.set()
-
-    def put(self, item: "Chunk | Exception") -> None:
-        """Hands over the next chunk, or the error that ends it. May be called from any thread."""
-        try:
-            self._loop.call_soon_threadsafe(self._items.put_nowait, item)
-        except RuntimeError:  # the loop is closed: nobody reads
-            self.cancel()
-
-    def fail(self, error: Exception) -> None:
-        """Ends the answer with an error, and the work for it."""
-        self.put(error)
-        self.cancel()
-
-    async def next(self) -> "Chunk":
-        """The next chunk, which may hold no text."""
-        item = await self._items.get()
-        if isinstance(item, Exception):
-            raise item
-        return item
-
-    async def whole(self) -> "Generation":
-        """Reads to the end and returns the generation that the last chunk carries."""
-        while (generation := (await self.next()).generation) is None:
-            pass
-        return generation
+CUT_SECONDS = 2.0  # how long a stop waits for the round in flight, after the requests were told
+RETRY_SECONDS = (1, 60)  # the bounds of what a client is told to wait
+RESTART_SECONDS = 10  # what a client is told when the server stops: a restart takes about that long
+SMOOTHING = 0.1  # weight of the newest request in the mean duration
 
 
 class EngineWorker:
-    """Runs an engine for an event loop: first come, first served, one request at a time.
+    """Runs an engine for event loops: any number of requests, as many at once as the scheduler has slots.
 
     Its thread starts with the first request and ends with `stop`, or when the engine proves unusable; then
     `check` says why.
     """
 
-    def __init__(self, engine: "Engine") -> None:
+    def __init__(self, engine: "Engine", max_queue: int = 256) -> None:
         self._engine = engine
-        self._waiting: deque[Answer] = deque()
-        self._running: Answer | None = None
+        self._scheduler = engine.scheduler
+        self._max_queue = max_queue
+        self.rejected = 0  # requests that found the queue full
+        self._stats = self._scheduler.stats()  # as the engine's thread last saw them
+        self._orders: deque[tuple[Callable[[Answer], None], Answer]] = deque()
+        self._open: set[Answer] = set()  # submitted, and somebody waits for the rest
         self._ended: EngineStopped | None = None  # why nothing more is taken
-        self._changed = threading.Condition()  # guards the three above
+        self._changed = threading.Condition()  # guards what is above, but for the engine and its numbers
+        # The engine's thread's own: what the scheduler has, in the order it came.
+        self._sequences: dict[Answer, Request] = {}
+        self._answers: dict[Request, Answer] = {}
+        self._seconds = 1.0  # a request takes that long inside the scheduler's slots, by the newest ones
         self._stopping = False
+        self.watcher: Watcher = Unwatched()
         self._thread = threading.Thread(target=self._run, name="ddtree-engine", daemon=True)
-        # Chat templates and tokenizing need no engine, so a bad prompt need not wait for its turn to be refused.
-        self._text = ThreadPoolExecutor(max_workers=1, thread_name_prefix="ddtree-text")
+        # Chat templates, tokenizing and grammars need no engine, so a bad request need not wait for a round to be
+        # refused. Two threads, so that a grammar that takes a second to compile does not hold everyone up.
+        self._text = ThreadPoolExecutor(max_workers=2, thread_name_prefix="ddtree-text")
 
     @property
-    def busy(self) -> bool:
-        """Whether a request is inside the engine right now."""
-        return self._running is not None
+    def busy(self) -> int:
+        """How many requests are inside the engine right now."""
+        return min(len(self._sequences), self._stats.slots)  # in their order: the others wait for a slot
+
+    @property
+    def stopping(self) -> bool:
+        """Whether `stop` was called."""
+        return self._stopping
+
+    @property
+    def unfinished(self) -> int:
+        """Requests that somebody waits for."""
+        return len(self._open)
+
+    @property
+    def waiting(self) -> int:
+        """Of these, those that are in no slot."""
+        return max(0, len(self._open) - self.busy)
+
+    def stats(self) -> "SchedulerStats":
+        """The scheduler's numbers, as they were after the newest step. From any thread."""
+        return self._stats
+
+    def observe(self, observer: "Observer") -> None:
+        """Lets something look on at the engine's rounds and stages. Before the first request."""
+        self._scheduler.observer = observer
 
     def check(self) -> None:
         """Raises `EngineStopped` when the engine cannot generate."""
         if self._ended is not None:
             raise self._ended.with_traceback(None)  # else each raise would lengthen the one kept
 
-    async def encode(self, messages: Sequence[Mapping[str, str]]) -> list[int]:
-        """Token ids of a chat, ready for the assistant's turn. Raises `DDTreeError` for messages that do not fit."""
+    async def in_text_thread(self, work: Callable[[], T]) -> T:
+        """Runs work on texts beside the engine. Raises what it raises, or `EngineStopped`."""
         self.check()
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._text, self._engine.text.chat, [dict(message) for message in messages])
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._text, work)
+        except RuntimeError:
+            self.check()  # the executor was shut down in between
+            raise
 
-    def submit(self, prompt: list[int], params: SamplingParams) -> Answer:
-        """Queues a request behind all earlier ones. Raises `EngineStopped`."""
-        answer = Answer(prompt, params)
+    def submit(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation | None = None) -> Answer:
+        """Queues a request behind all earlier ones. Raises `EngineStopped` and `QueueFull`.
+
+        What is wrong with the request itself is raised by the answer, within a round.
+        """
+        return self.submit_all(prompt, [params], speculation)[0]
+
+    def submit_all(
+        self, prompt: Sequence[int], params: Sequence[SamplingParams], speculation: Speculation | None = None
+    ) -> list[Answer]:
+        """Queues several requests with one prompt: all of them, or none. Raises as `submit`."""
         with self._changed:
             self.check()
+            most = self._stats.slots + self._max_queue
+            if len(params) > most:
+                said = f"n = {len(params)} is more than this server takes: ask for at most {most}"
+                raise InvalidOption(said, param="n")
+            if len(self._open) + len(params) > most:
+                self.rejected += 1
+                raise QueueFull(self._max_queue, self._retry_after())
+            answers = [Answer(prompt, one, speculation, self._cancelled) for one in params]
             if self._thread.ident is None:
                 self._thread.start()
-            self._waiting.append(answer)
+            answers[0].note.prompt_tokens += len(prompt)
+            self._open.update(answers)
+            self._orders.extend((self._add, answer) for answer in answers)
             self._changed.notify()
-        return answer
+        return answers
 
     async def stop(self, grace: float) -> None:
-        """Refuses what waits, lets the running request go on for `grace` seconds, then cuts it.
+        """Refuses what waits, lets running requests go on for `grace` seconds, then cuts them.
 
         A second call does nothing: a server calls it early, and its app again at its end.
         """
         if self._stopping:
             return
         self._stopping = True
-        self._end(EngineStopped("the server is stopping: send the request again when it is back", "server_stopping"))
-        self._text.shutdown(wait=False)
+        message = "the server is stopping: send the request again when it is back"
+        self._refuse_waiting(EngineStopped(message, "server_stopping", RESTART_SECONDS))
+        self._text.shutdown(wait=False)  # what was begun may end: it is told by `submit`
         if self._thread.ident is None:
             return
-        await asyncio.to_thread(self._thread.join, grace)
-        if (running := self._running) is not None:
-            running.fail(EngineStopped("the server is stopping: this answer was cut", "server_stopping"))
-            await asyncio.to_thread(self._thread.join, CUT_SECONDS)
+        await self._join(grace)
+        self._fail_all(EngineStopped("the server is stopping: this answer was cut", "server_stopping", RESTART_SECONDS))
+        if self._thread.is_alive():
+            await self._join(CUT_SECONDS)
 
-    def _end(self, why: EngineStopped) -> None:
-        """Takes nothing more, and tells everyone who waits."""
+    async def _join(self, seconds: float) -> None:
+        await asyncio.to_thread(self._thread.join, seconds)
+
+    def _retry_after(self) -> int:
+        """Seconds until the present queue will be worked off, by the newest requests' mean duration."""
+        low, high = RETRY_SECONDS
+        return max(low, min(high, math.ceil(self._seconds * len(self._open) / max(self._stats.slots, 1))))
+
+    def _cancelled(self, answer: Answer) -> None:
+        """An answer was given up, in whatever thread: the engine's thread drops it between two steps."""
+        with self._changed:
+            self._open.discard(answer)
+            self._orders.append((self._abort, answer))
+            self._changed.notify()
+
+    def _refuse_waiting(self, why: EngineStopped) -> None:
+        """Takes nothing more, and tells those who wait; the thread ends with its running requests."""
         with self._changed:
             self._ended = self._ended or why
-            waiting = list(self._waiting)
-            self._waiting.clear()
+            begun = set(list(self._sequences)[: self._stats.slots])
+            left = self._open - begun
             self._changed.notify()
-        for answer in waiting:
+        for answer in left:
             answer.fail(why)
+
+    def _fail_all(self, error: Exception) -> None:
+        with self._changed:
+            left = list(self._open)
+        for answer in left:
+            answer.fail(error)
+
+    # From here on: the engine's thread.
 
     def _run(self) -> None:
         """The thread. Whatever ends it, nobody is left waiting."""
         try:
-            while (answer := self._next()) is not None:
-                self._serve(answer)
-                self._running = None
+            while self._next():
+                self._step()
         except BaseException as error:
             log.critical("the engine's thread has died: restart the server", exc_info=True)
             why = EngineStopped("the engine has died: the server must be restarted", "engine_dead")
-            self._end(why)
-            if (running := self._running) is not None:
-                running.fail(EngineFailed(error))
-            self._running = None
+            with self._changed:
+                self._ended = why  # also over a stop: it tells more
+            for answer in list(self._sequences):
+                answer.fail(EngineFailed(error))
+            self._sequences.clear()
+            self._answers.clear()
+            self._fail_all(why)
 
-    def _next(self) -> Answer | None:
-        """Waits for a request that somebody still wants; None when there will be none."""
-        with self._changed:
-            while True:
-                while not self._waiting and self._ended is None:
+    def _next(self) -> bool:
+        """Carries out the orders that came, waits for one where nothing runs. False when the thread has no more to do.
+
+        Once the worker is ended, requests that wait are told, and those that run go on.
+        """
+        while True:
+            self._stats = self._scheduler.stats()
+            with self._changed:
+                while not self._orders and not self._sequences and self._ended is None:
                     self._changed.wait()
-                if self._ended is not None:
-                    return None
-                answer = self._waiting.popleft()
-                if not answer.cancelled:
-                    self._running = answer
-                    return answer
+                orders, ended = list(self._orders), self._ended
+                self._orders.clear()
+            for order, answer in orders:
+                if ended is not None and order == self._add:
+                    answer.fail(ended)
+                else:
+                    order(answer)
+            if ended is not None:
+                for answer in self._waiting():
+                    answer.fail(ended)
+                    self._abort(answer)
+                return bool(self._sequences)
+            if self._sequences:
+                return True
 
-    def _serve(self, answer: Answer) -> None:
-        """Generates one answer, as far as it is wanted."""
+    def _waiting(self) -> list[Answer]:
+        """Those that the scheduler has not begun: it takes them in their order, so they are the last ones."""
+        return list(self._sequences)[self._scheduler.stats().running :]
+
+    def _add(self, answer: Answer) -> None:
+        if answer.cancelled:
+            return
         try:
-            with closing(self._stream(answer.prompt, answer.params)) as chunks:
-                for chunk in chunks:
-                    if answer.cancelled:
-                        return
-                    answer.put(chunk)
-                    if chunk.generation is not None:
-                        return
-            raise RuntimeError("the engine's stream ended without a generation")
+            sequence = self._scheduler.add(answer.prompt, answer.params, answer.speculation or self._engine.speculation)
         except DDTreeError as error:
-            answer.put(error)
+            self._finish(answer)
+            post(answer.loop, [(answer, error)])
         except Exception as error:
-            log.exception("the engine failed on a prompt of %d tokens", len(answer.prompt))
-            answer.put(EngineFailed(error))
-            self._probe()
+            log.exception(
+                "request %s: the engine failed to take its %d tokens", answer.note.request_id, len(answer.prompt)
+            )
+            self.watcher.dropped(answer, "error")
+            self._finish(answer)
+            post(answer.loop, [(answer, EngineFailed(error))])
+        else:
+            self._sequences[answer] = sequence
+            self._answers[sequence] = answer
 
-    def _stream(self, prompt: list[int], params: SamplingParams) -> Any:
-        return self._engine.stream(prompt, params)
+    def _abort(self, answer: Answer) -> None:
+        sequence = self._sequences.pop(answer, None)
+        if sequence is not None:
+            del self._answers[sequence]
+            self._scheduler.abort(sequence)
+            self.watcher.dropped(answer, "abort")
+
+    def _finish(self, answer: Answer) -> None:
+        """Nothing more is done for it."""
+        sequence = self._sequences.pop(answer, None)
+        if sequence is not None:
+            del self._answers[sequence]
+        answer.close()
+        with self._changed:
+            self._open.discard(answer)
+
+    def _step(self) -> None:
+        try:
+            chunks = self._scheduler.step()
+        except Exception as error:
+            self._recover(error)
+            return
+        items: dict[asyncio.AbstractEventLoop, list[tuple[Answer, Chunk | Exception]]] = {}
+        for sequence, chunk in chunks:
+            answer = self._answers.get(sequence)
+            if answer is None or answer.cancelled:
+                continue
+            self.watcher.chunk(answer, chunk)
+            items.setdefault(answer.loop, []).append((answer, self._item(answer, chunk)))
+        for loop, batch in items.items():
+            post(loop, batch)
+
+    def _item(self, answer: Answer, chunk: "Chunk") -> "Chunk | Exception":
+        """What the answer gets for a chunk."""
+        if chunk.error is not None:
+            self._finish(answer)
+            self.watcher.dropped(answer, "error")
+            if isinstance(chunk.error, DDTreeError):
+                return chunk.error
+            log.error("request %s: the engine failed", answer.note.request_id, exc_info=chunk.error)
+            return EngineFailed(chunk.error)
+        if chunk.generation is not None:
+            done, note = chunk.generation, answer.note
+            self._seconds += SMOOTHING * (done.prefill_seconds + done.decode_seconds - self._seconds)
+            note.completion_tokens += len(done.token_ids)  # an HTTP request may have several answers
+            self._finish(answer)
+        return chunk
+
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: everyone inside is told, the engine starts afresh and shows that it still can.
+
+        Requests that waited are queued again, once: the fault is hardly theirs. What this raises ends the thread, so
+        that `/health` does not call an engine well whose device is lost.
+        """
+        inside = ", ".join(answer.note.request_id for answer in self._sequences)
+        log.error("the engine failed with these requests inside: %s", inside, exc_info=error)
+        waiting = [answer for answer in self._waiting() if not answer.retried]
+        if len(waiting) == len(self._sequences):  # it failed before anything ran: one of these may be the reason
+            waiting = []
+        kept = set(waiting)
+        for answer in list(self._sequences):
+            if answer not in kept:
+                answer.fail(EngineFailed(error))
+                self.watcher.dropped(answer, "error")
+        self._sequences.clear()
+        self._answers.clear()
+        self._scheduler.reset()
+        self._probe()
+        for answer in waiting:
+            answer.retried = True
+            self._add(answer)
 
     def _probe(self) -> None:
-        """After a failure: can the engine still generate at all? What this raises ends the thread, so that
-        `/health` does not call an engine well whose device is lost."""
-        for _ in self._stream(self._engine.text.encode("a"), SamplingParams(max_tokens=1)):
-            pass
+        """Generates one token. Raises what the engine raises."""
+        probe = self._scheduler.add(
+            self._engine.text.encode("a"), SamplingParams(max_tokens=1), self._engine.speculation
+        )
+        while True:
+            for sequence, chunk in self._scheduler.step():
+                if sequence is probe and chunk.error is not None:
+                    raise chunk.error
+                if sequence is probe and chunk.generation is not None:
+                    return
+            if not self._scheduler.has_work:
+                raise RuntimeError("the engine's scheduler dropped its probe")

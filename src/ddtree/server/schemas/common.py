@@ -1,0 +1,289 @@
+"""What request bodies share: strict reading, fields of features that are not here, sampling, stops, speculation.
+
+Every field either does what OpenAI's (or vLLM's) documentation says of it, or the request is refused: none is
+accepted and ignored. Fields of features that are not here are accepted at the one value that asks for nothing.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic_core import PydanticCustomError
+
+from ddtree.config import (
+    MAX_BIAS,
+    MAX_PENALTY,
+    MAX_REPETITION_PENALTY,
+    MAX_SEED,
+    MAX_STOPS,
+    MAX_TREE_BUDGET,
+    MAX_TREE_TOP_K,
+    MODES,
+    Grammar,
+    SamplingParams,
+    Speculation,
+)
+from ddtree.server.problems import ApiError, echo
+
+MAX_CHOICES = 128  # answers that one request may ask for: its prompts times `n`
+MAX_STOP_IDS = 64
+MAX_BIASED = 1024  # token ids that a request may move
+TOKEN_ID_DIGITS = 10
+NEUTRAL_STREAM: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
+# Values that ask for nothing, of fields that OpenAI or vLLM know for both kinds of completion and this server does
+# not do. null always is one.
+NEUTRAL_COMMON: Mapping[str, tuple[object, ...]] = {
+    "length_penalty": (1,),
+    "prompt_logprobs": (),
+    "include_stop_str_in_output": (False,),
+    "use_beam_search": (False,),
+    "skip_special_tokens": (True,),
+    "spaces_between_special_tokens": (True,),
+    "truncate_prompt_tokens": (),
+    "allowed_token_ids": (),
+    "bad_words": ([],),
+    "guided_json": (),
+    "guided_regex": (),
+    "guided_choice": (),
+    "guided_grammar": (),
+    "structured_outputs": (),
+    "return_tokens_as_token_ids": (False,),
+    "logits_processors": (),
+    "priority": (0,),
+    "kv_transfer_params": (),
+}
+
+
+def _same(value: object, neutral: object) -> bool:
+    """Equality that tells 1 from True, as JSON does."""
+    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
+
+
+def without_neutral(body: object, table: Mapping[str, tuple[object, ...]], where: str = "") -> object:
+    """`body` without the fields of `table`. Raises `ApiError` for one that asks for something."""
+    if not isinstance(body, dict):
+        return body  # pydantic says what is wrong with it
+    kept = {}
+    for name, value in body.items():
+        if name not in table:
+            kept[name] = value
+        elif value is not None and not any(_same(value, neutral) for neutral in table[name]):
+            remedy = "leave it out" + "".join(f" or send {echo(neutral)}" for neutral in table[name][:1])
+            raise ApiError(
+                f"`{where}{name}` = {echo(value)} is not supported by this server: {remedy}",
+                param=where + name,
+                code="unsupported_parameter",
+            )
+    return kept
+
+
+def field_error(field: str, message: str, value: object) -> PydanticCustomError:
+    """An error about one field of the object that is being read, for `problems.from_validation`."""
+    return PydanticCustomError("field", "{said}", {"said": message, "field": field, "value": value})
+
+
+def invalid(message: str, param: str) -> ApiError:
+    """A refusal of a value, or of fields that contradict each other."""
+    return ApiError(message, param=param, code="invalid_value")
+
+
+class Strict(BaseModel):
+    """No unknown field, and no value of one type read as another."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
+
+
+def _encodable(text: str) -> str:
+    """JSON can spell half a character (a lone surrogate), which no tokenizer can read."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError("should be text without lone surrogates") from error
+    return text
+
+
+def _whole(value: object) -> object:
+    """JSON knows no integers: 2.0 is 2, and some clients write it so."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+Text = Annotated[str, AfterValidator(_encodable)]
+WHOLE = BeforeValidator(_whole)  # goes last, so that limits before it stay in the OpenAPI document
+TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
+Stop = Annotated[
+    Annotated[Text, Tag("as text")] | Annotated[list[Text], Tag("as list"), Field(max_length=MAX_STOPS)],
+    Discriminator(lambda value: "as list" if isinstance(value, list) else "as text"),
+]
+
+
+def encodable(value: object, param: str) -> None:
+    """Raises `ApiError` where free JSON of a body (tools, schemas, template arguments) holds a lone surrogate."""
+    try:
+        stack = [value]
+        while stack:
+            match stack.pop():
+                case str(text):
+                    text.encode()
+                case dict(fields):
+                    stack.extend(fields)
+                    stack.extend(fields.values())
+                case list(items):
+                    stack.extend(items)
+                case float(number) if not math.isfinite(number):
+                    raise invalid(f"`{param}` holds {number}, which is no JSON", param)
+    except UnicodeEncodeError as error:
+        raise invalid(f"`{param}` should be text without lone surrogates", param) from error
+
+
+class StreamOptions(Strict):
+    """What a stream carries besides the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = Field(None, description="usage so far on every chunk (from vLLM)")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_features(cls, options: Any) -> Any:
+        return without_neutral(options, NEUTRAL_STREAM, "stream_options.")
+
+
+class SpeculativeOptions(Strict):
+    """How this request speculates; what is left out stays as the server has it."""
+
+    mode: str | None = Field(None, description="how it drafts", json_schema_extra={"enum": [*MODES, None]})
+    tree_budget: Annotated[int, Field(ge=1, le=MAX_TREE_BUDGET), WHOLE] | None = Field(
+        None, description="tree nodes, the root not counted"
+    )
+    tree_top_k: Annotated[int, Field(ge=1, le=MAX_TREE_TOP_K), WHOLE] | None = Field(
+        None, description="candidate tokens per depth"
+    )
+    tree_spine: Annotated[int, Field(ge=0, le=MAX_TREE_BUDGET), WHOLE] | None = Field(
+        None, description="top-1 tokens that a tree must hold"
+    )
+    metrics: bool | None = Field(None, description="report `metrics.speculative_decoding` with the answer")
+
+    @model_validator(mode="after")
+    def _check_mode(self) -> "SpeculativeOptions":
+        if self.mode is not None and self.mode not in MODES:
+            said = f"`speculative.mode` {echo(self.mode)} is unknown: choose one of {', '.join(MODES)}"
+            raise invalid(said, "speculative.mode")
+        return self
+
+
+class CompletionFields(Strict):
+    """The fields that both kinds of completion have. Numbers have the limits of OpenAI's API, or of vLLM's."""
+
+    model: str | None = Field(None, description="a served model's name; left out: the first")
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(None, description="answers for each prompt")
+    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = Field(None)
+    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+        None, description="no end before so many tokens (from vLLM)"
+    )
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0: greedy; left out: 1")
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: Annotated[int, Field(ge=-1, lt=2**31), WHOLE] | None = Field(
+        None, description="0 or -1: all tokens (from vLLM)"
+    )
+    min_p: float | None = Field(None, ge=0, le=1, allow_inf_nan=False, description="from vLLM")
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY, allow_inf_nan=False)
+    repetition_penalty: float | None = Field(None, gt=0, le=MAX_REPETITION_PENALTY, allow_inf_nan=False)
+    logit_bias: dict[str, Annotated[float, Field(ge=-MAX_BIAS, le=MAX_BIAS, allow_inf_nan=False)]] | None = Field(
+        None,
+        max_length=MAX_BIASED,
+        description="token id (as a string) -> added to its logit",
+        json_schema_extra={"propertyNames": {"pattern": f"^[0-9]{{1,{TOKEN_ID_DIGITS}}}$"}},
+    )
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED), WHOLE] | None = Field(
+        None, description="left out: the server's, or a fresh one"
+    )
+    stop: Stop | None = Field(None, description=f"up to {MAX_STOPS} strings, which end the text and are not part of it")
+    stop_token_ids: list[TokenId] | None = Field(None, max_length=MAX_STOP_IDS, description="from vLLM")
+    ignore_eos: bool | None = Field(None, description="go on after the end-of-text token (from vLLM)")
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = Field(None, description="the ids of prompt and answer, too (from vLLM)")
+    speculative: SpeculativeOptions | None = None
+    user: str | None = Field(None, description="a label for the operator's own records; changes no answer")
+
+    @model_validator(mode="after")
+    def _refuse_contradictions(self) -> "CompletionFields":
+        if self.stream_options is not None:
+            if not self.stream:
+                raise invalid("`stream_options` needs `stream`: true", "stream_options")
+            if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
+                said = "`stream_options.continuous_usage_stats` needs `include_usage`: true"
+                raise invalid(said, "stream_options.continuous_usage_stats")
+        if "" in self.stops:
+            raise invalid("`stop` strings need at least one character", "stop")
+        for name in self.logit_bias or ():
+            if not (name.isascii() and name.isdecimal() and len(name) <= TOKEN_ID_DIGITS):
+                raise invalid(f"`logit_bias` takes token ids, written as strings, not {echo(name)}", "logit_bias")
+        limit, least = self.limit, self.min_tokens or 0
+        if limit is not None and least > limit:
+            raise invalid(f"min_tokens ({least}) is more than max_tokens ({limit}): lower it", "min_tokens")
+        return self
+
+    @property
+    def limit(self) -> int | None:
+        """The most tokens of an answer; None: up to the end of the context."""
+        return self.max_tokens
+
+    @property
+    def ranked(self) -> int | None:
+        """Tokens whose log-probabilities are asked for beside the chosen one's; None: not even that."""
+        return None
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The stop strings, however they were sent."""
+        if self.stop is None:
+            return ()
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+
+    @property
+    def include_usage(self) -> bool:
+        """Whether a stream ends with a chunk of usage."""
+        return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def continuous_usage(self) -> bool:
+        """Whether each chunk of a stream carries the usage so far."""
+        return self.stream_options is not None and bool(self.stream_options.continuous_usage_stats)
+
+    @property
+    def metrics(self) -> bool:
+        """Whether the request itself asks for `metrics.speculative_decoding`."""
+        return self.speculative is not None and bool(self.speculative.metrics)
+
+    def sampling(self, default_seed: int | None, grammar: Grammar | None = None) -> SamplingParams:
+        """What the engine is asked for. The temperature is OpenAI's default of 1 where none was sent."""
+        return SamplingParams(
+            max_tokens=self.limit,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            top_k=max(self.top_k or 0, 0),
+            min_p=self.min_p or 0.0,
+            presence_penalty=self.presence_penalty or 0.0,
+            frequency_penalty=self.frequency_penalty or 0.0,
+            repetition_penalty=1.0 if self.repetition_penalty is None else self.repetition_penalty,
+            logit_bias=tuple((int(name), float(bias)) for name, bias in (self.logit_bias or {}).items()),
+            seed=default_seed if self.seed is None else self.seed,
+            stop=self.stops,
+            stop_token_ids=tuple(self.stop_token_ids or ()),
+            ignore_eos=bool(self.ignore_eos),
+            min_tokens=self.min_tokens or 0,
+            logprobs=self.ranked,
+            grammar=grammar,
+        )
+
+    def speculation(self, default: Speculation) -> Speculation | None:
+        """The server's `default` with what the request overrides; None where it overrides nothing."""
+        if self.speculative is None:
+            return None
+        asked = self.speculative.model_dump(exclude_none=True, exclude={"metrics"})
+        if not asked:
+            return None
+        own = {name: getattr(default, name) for name in ("mode", "tree_budget", "tree_top_k", "tree_spine")}
+        return Speculation(**{**own, **asked})
