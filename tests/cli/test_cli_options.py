@@ -49,6 +49,8 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "max_queue": ["--max-queue", "3"],
         "max_body_mib": ["--max-body-mib", "0.5"],
         "shutdown_timeout": ["--shutdown-timeout", "1.5"],
+        "allowed_origin": ["--allowed-origin", "https://one.example", "--allowed-origin", "https://two.example"],
+        "per_request_spec_decode_metrics": ["--per-request-spec-decode-metrics", "summary"],
         "vllm_metrics": ["--vllm-metrics"],
         "access_log": ["--no-access-log"],
         "log_level": ["--log-level", "debug"],
@@ -144,6 +146,8 @@ def test_serve_passes_everything_on(
         access_log=False,
         log_level="debug",
         max_body_mib=0.5,
+        allowed_origins=("https://one.example", "https://two.example"),
+        spec_decode_metrics="summary",
     )
     assert calls[1] == ((engines[0], "::1", 0, options), {})
 

@@ -134,6 +134,44 @@ def test_keys_that_no_header_could_carry(key):
     assert not key.strip() or key not in str(caught.value), "it is a secret all the same"
 
 
+PAGE = "https://chat.example"
+PREFLIGHT = {"Origin": PAGE, "Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+
+
+@pytest.mark.anyio
+@pytest.mark.parametrize(("allowed", "shown"), [(("*",), "*"), ((PAGE,), PAGE), (("https://other.example",), None)])
+async def test_pages_that_may_call_from_a_browser(engine, allowed, shown):
+    """Also where a key is needed: a browser asks beforehand, without one."""
+    from ddtree.server import create_app
+
+    app = create_app(engine, ServerOptions(("scripted",), api_keys=("secret",), allowed_origins=allowed))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        asked = await client.options(CHAT, headers=PREFLIGHT)
+        assert asked.status_code == (400 if shown is None else 200)
+        for header in ({}, {"Authorization": "Bearer secret"}):
+            answer = await client.post(CHAT, json=HI, headers={"Origin": PAGE, **header})
+            assert answer.status_code == (200 if header else 401)
+            assert answer.headers.get("access-control-allow-origin") == shown, (
+                "a page must be able to read refusals too"
+            )
+    await app.state.worker.stop(0)
+
+
+@pytest.mark.anyio
+async def test_the_operator_may_want_acceptance_figures_in_every_answer(engine):
+    from ddtree.server import create_app
+
+    app = create_app(engine, ServerOptions(("scripted",), spec_decode_metrics="summary"))
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://test") as client:
+        chat = (await client.post(CHAT, json=HI)).json()
+        completion = (await client.post("/v1/completions", json={"prompt": "Hi"})).json()
+    assert chat["metrics"]["speculative_decoding"]["num_spec_steps"] > 0
+    assert completion["metrics"] == chat["metrics"]
+    await app.state.worker.stop(0)
+    with pytest.raises(InvalidOption, match="per_request_spec_decode_metrics 'detailed' is unknown"):
+        ServerOptions(("scripted",), spec_decode_metrics="detailed")
+
+
 @pytest.mark.anyio
 async def test_several_names(engine):
     from ddtree.server import create_app

@@ -18,6 +18,8 @@ QUEUE = "Requests that may wait for a slot; more are refused with 429."
 SHUTDOWN = "Seconds that running answers may go on after SIGTERM or the first Ctrl-C; then they are cut, and told so."
 REASONING = "Put what the model thinks into reasoning_content: deepseek_r1 or qwen3. Default: it stays in content."
 TOOLS = "How the model writes tool calls: hermes."
+ORIGINS = 'Web pages that may call from a browser, such as https://chat.example; may be given several times. Default: all, "*".'
+SPEC_METRICS = "summary: every answer carries metrics.speculative_decoding; none: those that ask for it."
 VLLM_METRICS = "Give /metrics under the names of vLLM and SGLang too, for load tools and dashboards made for them."
 
 
@@ -50,6 +52,10 @@ def serve(
     max_body_mib: Annotated[float, typer.Option("--max-body-mib", help="Largest body of a request, in MiB.")] = 4.0,
     shutdown_timeout: Annotated[float, typer.Option("--shutdown-timeout", help=SHUTDOWN)] = 30.0,
     vllm_metrics: Annotated[bool, typer.Option("--vllm-metrics", help=VLLM_METRICS)] = False,
+    per_request_spec_decode_metrics: Annotated[
+        str, typer.Option("--per-request-spec-decode-metrics", help=SPEC_METRICS)
+    ] = "none",
+    allowed_origin: Annotated[list[str] | None, typer.Option("--allowed-origin", help=ORIGINS)] = None,
     access_log: Annotated[
         bool, typer.Option("--access-log/--no-access-log", help="A line on standard error for each request.")
     ] = True,
@@ -83,6 +89,8 @@ def serve(
         access_log=access_log,
         log_level=log_level,
         max_body_mib=max_body_mib,
+        allowed_origins=tuple(allowed_origin or ("*",)),
+        spec_decode_metrics=per_request_spec_decode_metrics,
     )
     check_port(host, port)
     serve_http(load_engine(config), host, port, options)

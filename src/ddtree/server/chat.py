@@ -75,7 +75,7 @@ class ChatWriter:
         self._body, self._choices = body, choices
         self._readers = [reader() for _ in range(len(choices))]
         self._logprobs: list[list[dict[str, Any]]] = [[] for _ in range(len(choices))]
-        self._reports = Reports(len(choices), body.metrics, body.include_usage)
+        self._reports = Reports(len(choices), service.reports_metrics(body.metrics), body.include_usage)
 
     def start(self) -> list[dict[str, Any]]:
         """The role, for each choice; with the first the prompt's ids, where they were asked for."""

@@ -43,6 +43,10 @@ class Service:
         end = self.engine.text.end_id
         return frozenset(() if end is None else (end,))
 
+    def reports_metrics(self, asked: bool) -> bool:
+        """Whether an answer carries vLLM's block of acceptance figures: its request or the operator wants it."""
+        return asked or self.options.spec_decode_metrics == "summary"
+
     def check_model(self, asked: str | None) -> None:
         """Raises `ApiError` for a model that is not served here."""
         names = self.options.served_model_names

@@ -64,7 +64,7 @@ class CompletionWriter:
         self._body, self._choices = body, choices
         self._echoes = [text for text in shown for _ in range(per_prompt)] or [""] * count
         self._logprobs = [LegacyLogprobs(service.spelling, service.end_ids) for _ in range(count)]
-        self._reports = Reports(count, body.metrics, body.include_usage)
+        self._reports = Reports(count, service.reports_metrics(body.metrics), body.include_usage)
         self._begun: set[int] = set()
         self._taken: list[list[tuple[str, dict[str, Any] | None]]] = [[] for _ in range(count)]
         self._ends: dict[int, Generation] = {}

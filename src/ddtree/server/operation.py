@@ -9,6 +9,7 @@ from urllib.parse import quote
 
 from fastapi import FastAPI, Request, Response
 from starlette.datastructures import Headers, MutableHeaders
+from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -43,6 +44,14 @@ def add_operation(app: FastAPI, engine: "Engine", worker: EngineWorker, options:
     worker.observe(RoundLog(metrics) if options.log_level == "debug" else metrics)
     app.add_middleware(BodyGuard, max_bytes=options.max_body_bytes)
     app.add_middleware(Doorman, worker=worker, metrics=metrics, options=options)
+    if options.allowed_origins:  # outermost: a browser asks beforehand, without a key
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.allowed_origins,
+            allow_methods=["*"],
+            allow_headers=["*"],
+            expose_headers=["X-Request-Id", "Retry-After"],
+        )
     _add_health(app, worker)
     _add_metrics(app, Exposition(metrics, worker, options.name, options.vllm_metrics))
     _add_server_info(app, engine, worker, options)

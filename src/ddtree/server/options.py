@@ -8,6 +8,7 @@ from ddtree.errors import InvalidOption
 LOG_LEVELS = ("debug", "info", "warning", "error")
 REASONING_PARSERS = ("deepseek_r1", "qwen3")
 TOOL_CALL_PARSERS = ("hermes",)
+SPEC_DECODE_METRICS = ("none", "summary")
 MIB = 2**20
 MAX_QUEUE = 1_000_000  # beyond any use: each waiting request holds a connection
 MAX_SHUTDOWN_SECONDS = 86400.0
@@ -29,6 +30,8 @@ class ServerOptions:
     access_log: bool = True  # a line for each request on standard error
     log_level: str = "info"  # debug: also a line for each round
     max_body_mib: float = 4.0  # 128K tokens of English are about 0.5 MiB
+    allowed_origins: tuple[str, ...] = ("*",)  # whose web pages may call from a browser (CORS); empty: none
+    spec_decode_metrics: str = "none"  # summary: every answer carries metrics.speculative_decoding, asked for or not
 
     def __post_init__(self) -> None:
         if not self.served_model_names or not all(self.served_model_names):
@@ -42,6 +45,7 @@ class ServerOptions:
         _check_range("shutdown_timeout", self.shutdown_timeout, 0, MAX_SHUTDOWN_SECONDS)
         _check_range("max_body_mib", self.max_body_mib, 0.001, MAX_BODY_MIB)
         _check_name("log_level", self.log_level, LOG_LEVELS)
+        _check_name("per_request_spec_decode_metrics", self.spec_decode_metrics, SPEC_DECODE_METRICS)
         _check_name("tool_call_parser", self.tool_call_parser, TOOL_CALL_PARSERS)
         if self.reasoning_parser is not None:
             _check_name("reasoning_parser", self.reasoning_parser.replace("-", "_"), REASONING_PARSERS)
