@@ -107,6 +107,7 @@ def test_a_long_prompt_does_not_stall_a_running_answer():
     ]
     running = engine.scheduler.add([0], LONG, engine.speculation)
     engine.scheduler.step()
+    engine.scheduler.step()
     long = engine.scheduler.add([1, 2, 0] * 50, LONG, engine.speculation)
     prefilled.clear()
     alone = 0
@@ -120,6 +121,20 @@ def test_a_long_prompt_does_not_stall_a_running_answer():
     assert max(prefilled) <= 16
     assert sum(prefilled) == 150
     assert alone >= 4
+
+
+def test_a_first_token_does_not_wait_for_a_round():
+    engine = engine_for(3, mode="tree")
+    request = engine.scheduler.add([0, 1], LONG, engine.speculation)
+    [(came_for, chunk)] = engine.scheduler.step()
+    assert came_for is request
+    assert len(chunk.token_ids) == 1
+    assert engine.target.forwards == []
+    other = engine.scheduler.add([1, 2], LONG, engine.speculation)
+    [(came_for, chunk)] = engine.scheduler.step()
+    assert came_for is request, "the round comes before the next prompt"
+    assert other.prefilled == 0
+    assert len(engine.target.forwards) == 1
 
 
 def test_short_prompts_share_a_step():

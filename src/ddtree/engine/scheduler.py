@@ -63,6 +63,7 @@ class Scheduler:
         self._prefilling: Request | None = None
         self._running: list[Request] = []
         self._batch: Batch | None = None  # of `_running`; None: to be made anew
+        self._round_is_due = False  # a prefill's first tokens were handed out before it
 
     @property
     def has_work(self) -> bool:
@@ -94,15 +95,23 @@ class Scheduler:
         self._waiting.clear()
         self._running.clear()
         self._prefilling = self._batch = None
+        self._round_is_due = False
         self._store.forget()
 
     @torch.inference_mode()
     def step(self) -> News:
-        """Some prefill, then one round; what came of it, one chunk a request at most from each of the two."""
-        news = self._prefill()
-        if self._running:
-            news += self._round()
-        return news
+        """Some prefill, then one round; what came of it, at most one chunk a request.
+
+        First tokens are handed out before the round, which is the next step then: nobody waits for a round to be read.
+        """
+        news: News = []
+        if not self._round_is_due:
+            news = self._prefill()
+            self._round_is_due = bool(self._running)
+            if news:
+                return news
+        self._round_is_due = False
+        return self._round() if self._running else news
 
     def _prefill(self) -> News:
         news: News = []
