@@ -1,0 +1,40 @@
+"""Finds the Triton side of an operator at its first call, so that a machine without triton can import the room."""
+
+from functools import lru_cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+
+import torch
+
+from ddtree.errors import InvalidOption
+
+KINDS = {"cuda"}  # of devices that the kernels run on; the tests add "cpu", for Triton's interpreter
+
+
+def usable(device: torch.device) -> bool:
+    """Whether operators on this device go through the kernels. On a GPU without triton they go through torch."""
+    return device.type in KINDS and _has_triton()
+
+
+@lru_cache
+def _has_triton() -> bool:
+    return find_spec("triton") is not None
+
+
+def jit(name: str) -> ModuleType:
+    """The module of kernels `ddtree.kernels.<name>_jit`. Raises InvalidOption where triton is missing."""
+    try:
+        return import_module(f"ddtree.kernels.{name}_jit")
+    except ModuleNotFoundError as error:
+        if (error.name or "").split(".")[0] != "triton":
+            raise
+        raise InvalidOption(
+            "the GPU kernels need triton, which is not installed: install it (pip install triton), or use --device cpu",
+            param="device",
+        ) from error
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two that is at least n, and at least 1."""
+    return 1 << max(n - 1, 0).bit_length()

@@ -1,0 +1,39 @@
+"""The element-wise parts of a layer, one launch each: residual addition with norm, and the gated unit."""
+
+import torch
+from torch import Tensor
+
+from ddtree.kernels.backend import jit, power_of_two
+
+_MOST = 16384  # columns that one program holds
+
+
+def add_norm(x: Tensor, delta: Tensor | None, scale: Tensor, floor: float, dtype: torch.dtype) -> Tensor:
+    """Add `delta` to the residual stream `x`, in place, and give its root mean square norm. Equals layers.add_norm.
+
+    Args:
+        x: [M, H] float32, dense; delta: [M, H] of any float dtype, dense, or None.
+        scale: [H] float32, RMSNorm.scale = weight * sqrt(H); floor: H * eps.
+    Returns: [M, H] in `dtype`.
+    """
+    rows, columns = x.shape
+    if columns > _MOST or not x.is_contiguous() or (delta is not None and not delta.is_contiguous()):
+        raise ValueError(f"the stream {tuple(x.shape)} must be dense, with at most {_MOST} columns")
+    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
+    block = power_of_two(columns)
+    jit("norm").add_norm_kernel[(rows,)](
+        x, x if delta is None else delta, scale, out, columns, floor,
+        BLOCK=block, ADD=delta is not None, num_warps=max(1, min(16, block // 256)),
+    )  # fmt: skip
+    return out
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up, of [M, 2 * I] (gate, then up) -> [M, I], each rounded as torch rounds it. Equals layers.swiglu."""
+    rows, columns = gate_up.shape
+    if not gate_up.is_contiguous():
+        raise ValueError("gate and up must lie side by side")
+    out = torch.empty(rows, columns // 2, dtype=gate_up.dtype, device=gate_up.device)
+    block = 1024
+    jit("norm").swiglu_kernel[(-(-columns // 2 // block), rows)](gate_up, out, columns // 2, BLOCK=block, num_warps=4)
+    return out
