@@ -1,4 +1,4 @@
-"""What a round costs on a CUDA card, by rows, context and batch: median milliseconds, and ratios to plain decoding's step.
+"""What a round costs on a CUDA card, by rows, context and batch: median milliseconds, and ratios to plain decoding.
 
 python benchmarks/gpu.py --output benchmarks/results/gpu.json
 
@@ -9,6 +9,7 @@ them nothing is accepted, and only times count. `copy` is the card's bandwidth (
 import argparse
 import statistics
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -114,7 +115,7 @@ def gpu_ms(step: Callable[[], Any], turns: int) -> list[float]:
         step()
         event.record()
     torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in zip(events, events[1:], strict=False)]
+    return [a.elapsed_time(b) for a, b in pairwise(events)]
 
 
 def copy_gb_s() -> float:

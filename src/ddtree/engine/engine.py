@@ -18,8 +18,8 @@ from ddtree.engine.output import RequestOutput
 from ddtree.engine.request import Request, draw_seed
 from ddtree.engine.result import Chunk, Generation
 from ddtree.engine.round import Lane
-from ddtree.engine.sampling import RowSampler, check_token_ids
 from ddtree.engine.runner import DeviceRunner, HostRunner
+from ddtree.engine.sampling import RowSampler, check_token_ids
 from ddtree.engine.scheduler import Scheduler
 from ddtree.engine.slots import SlotStore
 from ddtree.engine.text import Text

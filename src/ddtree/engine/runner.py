@@ -160,7 +160,8 @@ class DeviceRunner:
         if self._graphs and self._alone(batch) and isinstance(batch.observer, Unobserved):
             if captured.graph is None:
                 self._capture(captured)
-            assert captured.graph is not None and captured.verdict is not None
+            assert captured.graph is not None
+            assert captured.verdict is not None
             captured.graph.replay()
             verdict = captured.verdict
         else:

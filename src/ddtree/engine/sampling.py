@@ -160,7 +160,7 @@ class RowSampler:
 
     @property
     def temperature(self) -> float | None:
-        """What a device needs to know to choose by itself (0: greedy); None where a row's history or a filter counts."""
+        """What a device needs to choose by itself (0: greedy); None where a row's history or a filter counts."""
         if self.plain:
             return 0.0
         return None if self._processes or self._filtered or self._greedy else self._filters.temperature

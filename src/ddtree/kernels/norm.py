@@ -23,17 +23,17 @@ def add_norm(x: Tensor, delta: Tensor | None, scale: Tensor, floor: float, dtype
     block = power_of_two(columns)
     jit("norm").add_norm_kernel[(rows,)](
         x, x if delta is None else delta, scale, out, columns, floor,
-        BLOCK=block, ADD=delta is not None, num_warps=max(1, min(16, block // 256)),
+        block=block, adds=delta is not None, num_warps=max(1, min(16, block // 256)),
     )  # fmt: skip
     return out
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [M, 2 * I] (gate, then up) -> [M, I], each rounded as torch rounds it. Equals layers.swiglu."""
+    """silu(gate) * up, of [M, 2 * I] (gate, then up) -> [M, I], rounded as torch rounds it. Equals layers.swiglu."""
     rows, columns = gate_up.shape
     if not gate_up.is_contiguous():
         raise ValueError("gate and up must lie side by side")
     out = torch.empty(rows, columns // 2, dtype=gate_up.dtype, device=gate_up.device)
     block = 1024
-    jit("norm").swiglu_kernel[(-(-columns // 2 // block), rows)](gate_up, out, columns // 2, BLOCK=block, num_warps=4)
+    jit("norm").swiglu_kernel[(-(-columns // 2 // block), rows)](gate_up, out, columns // 2, block=block, num_warps=4)
     return out
