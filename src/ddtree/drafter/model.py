@@ -170,9 +170,7 @@ class DFlashDrafter:
         starts = torch.tensor([s.start for s in segments], device=self.device)
         return {
             (window, causal): [
-                attention_mask(
-                    starts[i : i + 1], block.tril() if causal else block, s.span, self.dtype, groups, window
-                )
+                attention_mask(starts[i : i + 1], block.tril() if causal else block, s.span, self.dtype, groups, window)
                 for i, s in enumerate(segments)
             ]
             for window, causal in kinds

@@ -90,6 +90,10 @@ class Scheduler:
         elif request is self._prefilling or request in self._running:
             self._leave(request)
 
+    def drop_prefixes(self) -> None:
+        """Reuse nothing of what finished requests left; call between steps. Requests that run are not touched."""
+        self._store.drop_idle()
+
     def reset(self) -> None:
         """After a step that raised: drop every request, and trust nothing that lies in the caches."""
         self._waiting.clear()
@@ -192,7 +196,10 @@ class Scheduler:
                 self._leave(request)
                 news.append((request, Chunk("", [], error=_no_answer(request))))
                 continue
-            request.counts.add(len(verdict.drafts[index].layout.nodes) - 1, counts[index])
+            layout = verdict.drafts[index].layout
+            # Of a shadowed tree nothing can be accepted: a rate over its nodes would be nobody's.
+            nodes = len(layout.chain if request.lane.mode.shadows else layout.nodes) - 1
+            request.counts.add(nodes, counts[index])
             if request.lane.mode.shadows:
                 self._shadow(request, verdict, index, positions[index], committed[index])
             request.remaining -= sizes[index]
