@@ -157,9 +157,12 @@ def measure(name: str, context: int, batch: int, args: argparse.Namespace) -> di
                 times[variant] += found
     medians = {variant: round(statistics.median(found), 4) for variant, found in times.items()}
     ratios = {variant: round(value / medians["ar"], 3) for variant, value in medians.items()}
-    profile = kernels(engine, context, batch) if args.profile else {}
+    profile: dict[str, Any] = {}
+    if args.profile:
+        profile["tree 16"] = kernels(engine, VARIANTS["tree 16"][1], context, batch)
+        profile["ar"] = kernels(plain, VARIANTS["ar"][1], context, batch)
     weights = sum(t.numel() * t.element_size() for t in _tensors(engine.target))
-    return {"ms": medians, "over_ar": ratios, "weights_gb": round(weights / 1e9, 3), **profile}
+    return {"ms": medians, "over_ar": ratios, "weights_gb": round(weights / 1e9, 3), "profile": profile}
 
 
 def _tensors(target: LlamaTarget) -> list[torch.Tensor]:
@@ -169,9 +172,9 @@ def _tensors(target: LlamaTarget) -> list[torch.Tensor]:
     return linears
 
 
-def kernels(engine: Engine, context: int, batch: int) -> dict[str, Any]:
-    """What runs in one round of tree 16: launches, host synchronisations, microseconds by kernel."""
-    made = batch_at(engine, Speculation("tree", 15, 16), context, batch)
+def kernels(engine: Engine, speculation: Speculation, context: int, batch: int) -> dict[str, Any]:
+    """What runs in one round: launches, calls of the host, microseconds by kernel."""
+    made = batch_at(engine, speculation, context, batch)
     runner = engine.scheduler._runner
     runner.launch(made)
     torch.cuda.synchronize()

@@ -34,7 +34,8 @@ def write(cache: KVCache, ids: Sequence[Tensor], starts: Sequence[int]) -> None:
 
 def history(cache: KVCache, index: int, places: Sequence[int]) -> tuple[int, ...]:
     """What sequence `index` of a view holds at these positions."""
-    tokens = [int(cache.data[0, cache.slots[index], 0, place, 0]) - 1 for place in places]
+    lane = cache.data[0, cache.slots[index], 0, : max(places, default=-1) + 1, 0].long().tolist()
+    tokens = [lane[place] - 1 for place in places]
     assert all(t >= 0 for t in tokens), "a position that was never written is read"
     return tuple(tokens)
 

@@ -91,6 +91,26 @@ def test_an_aborted_request_leaves_a_sound_prefix():
 
 
 @pytest.mark.parametrize("mode", MODES)
+def test_prefixes_dropped_while_others_run(mode):
+    """Between any two steps: what runs goes on as if nothing had happened, what comes next is computed anew."""
+    prompts = [0, 1, 2, 0, 1, 1], [1, 1, 2, 0], [2, 0, 1, 2, 2]
+    alone = [engine_for(7, noise=0.6, mode=mode, **OPTIONS).generate([p], [TURN])[0] for p in prompts]
+    engine = engine_for(7, noise=0.6, mode=mode, config={"max_running_requests": 2, "prefill_chunk": 2}, **OPTIONS)
+    scheduler = engine.scheduler
+    requests = [scheduler.add(prompt, TURN, engine.speculation) for prompt in prompts]  # the third one waits
+    found = {}
+    while scheduler.has_work:
+        found |= {r: chunk.generation for r, chunk in scheduler.step() if chunk.generation}
+        scheduler.drop_prefixes()
+    assert [(found[r].token_ids, found[r].acceptance_length) for r in requests] == [
+        (one.token_ids, one.acceptance_length) for one in alone
+    ]
+    assert scheduler.stats().kv_tokens_used == 0
+    assert engine.generate([prompts[0]], [TURN])[0].cached_tokens == 0
+    assert engine.generate([prompts[0]], [TURN])[0].cached_tokens == len(prompts[0]) - 1
+
+
+@pytest.mark.parametrize("mode", MODES)
 def test_an_answer_cut_inside_a_block_leaves_a_sound_prefix(mode):
     """Tokens behind a limit or a stop lie in the cache, and are no part of what may be reused."""
     for limit in range(1, 12):

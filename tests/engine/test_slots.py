@@ -111,6 +111,18 @@ def test_after_a_failure_nothing_is_trusted():
     assert fill(store, [1, 2, 3, 4])[1] == 0
 
 
+def test_what_idle_slots_keep_can_be_dropped():
+    store = new()
+    running, idle = fill(store, [1, 2, 3, 4])[0], fill(store, [5, 6, 7, 8])[0]
+    store.release(idle)
+    store.drop_idle()
+    assert (store.tokens_held, running.held, running.busy) == (4, 4, True)
+    slot, shared = fill(store, [5, 6, 7, 8, 9])
+    assert shared == 0
+    store.release(slot)
+    assert fill(store, [1, 2, 3, 9])[1] == 3, "what a running sequence holds is still there to be copied"
+
+
 @settings(max_examples=100, deadline=None)
 @given(
     prompts=st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=12), min_size=1, max_size=25),

@@ -149,6 +149,7 @@ class FakeScheduler:
         self.running: list[FakeSequence] = []
         self.waiting: list[FakeSequence] = []
         self.resets = 0
+        self.drops: list[int] = []  # how many requests had begun each time that prefixes were dropped
 
     @property
     def has_work(self) -> bool:
@@ -173,6 +174,9 @@ class FakeScheduler:
             running=len(self.running), waiting=len(self.waiting), slots=self.engine.max_running,
             kv_tokens_used=used, kv_tokens_capacity=capacity,
         )  # fmt: skip
+
+    def drop_prefixes(self) -> None:
+        self.drops.append(len(self.engine.prompts))
 
     def reset(self) -> None:
         self.resets += 1

@@ -2,13 +2,14 @@
 
 import asyncio
 import sys
+import threading
 import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddtree.engine.observer import RoundRecord
-from ddtree.server.metrics import Histogram, Metrics
+from ddtree.server.metrics import Histogram, Metrics, RecentDrafts
 from ddtree.server.options import ServerOptions
 
 
@@ -180,6 +181,19 @@ class TestOtherNames:
         assert seen("sglang:spec_verify_calls_total", model_name="first") == 6
 
     @pytest.mark.anyio
+    async def test_sglang_gauges_tell_of_recent_rounds(self, scrape, chat, engine, record):
+        """aiperf takes their mean over its run: what was served before must not be in it."""
+        await chat("Hi")
+        for _ in range(256):
+            engine.scheduler.observer.round(record(batch=2, accepted=[3, 0], depths=[4, 4], modes=["tree"] * 2))
+        seen = await scrape()
+        assert seen("sglang:spec_accept_length") == 2.5
+        assert seen("sglang:spec_accept_rate") == pytest.approx(0.3 * 2)
+        engine.scheduler.observer.round(record(batch=1, accepted=[0], depths=[0], modes=["ar"], drafted=0))
+        assert (await scrape())("sglang:spec_accept_length") == 2.5, "a round without a proposal says nothing"
+        assert seen("sglang:spec_verify_calls_total") == 6 + 2 * 256, "counters are since the start"
+
+    @pytest.mark.anyio
     async def test_every_name_in_the_three_spellings_parses(self, scrape, chat):
         await chat("Hi")
         assert {"ddtree_", "vllm:", "sglang:"} == {
@@ -205,6 +219,45 @@ def test_accepted_per_position(record, accepted, positions):
         metrics.round(record(accepted=[count], depths=[4], batch=1))
     assert metrics.accepted_per_position() == positions
     assert metrics.accepted_tokens == sum(positions)
+
+
+def test_recent_drafts_are_of_the_last_seconds():
+    now = 100.0
+    recent = RecentDrafts(lambda: now)
+    assert recent.sums() == (0, 0, 0)
+    for _ in range(4):  # at 100, 104, 108 and 112 seconds
+        recent.add(1, 5, 2)
+        now += 4
+    assert recent.sums() == (3, 15, 6)
+    now += 1000
+    assert recent.sums() == (3, 15, 6), "nothing new is known"
+    recent.add(2, 8, 1)
+    assert recent.sums() == (2, 8, 1)
+
+
+def test_recent_drafts_are_of_the_last_rounds():
+    recent = RecentDrafts(lambda: 100.0)
+    for number in range(1000):
+        recent.add(1, 5, number % 2)
+    assert recent.sums() == (256, 5 * 256, 128)
+
+
+def test_recent_drafts_are_read_while_they_are_added():
+    recent, over = RecentDrafts(), threading.Event()
+
+    def add() -> None:
+        while not over.is_set():
+            recent.add(1, 5, 2)
+
+    thread = threading.Thread(target=add)
+    thread.start()
+    try:
+        for _ in range(300):
+            drafts, drafted, accepted = recent.sums()
+            assert (drafted, accepted) == (5 * drafts, 2 * drafts)
+    finally:
+        over.set()
+        thread.join()
 
 
 def test_rounds_without_a_proposal_are_no_drafts(record):

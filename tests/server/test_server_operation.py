@@ -223,13 +223,13 @@ def lines_of(level: str):
 async def test_the_access_log(http, chat):
     with lines_of("INFO") as stream:
         await http.post(CHAT, json=HI, headers={"X-Request-Id": "mine"})
-        await http.get("/health?token=secret")
+        await http.get("/server_info?token=secret")
         await http.get("/no%0Awhere/ä")
         await chat(max_tokens=2, n=2, stream=True)
-    first, health, nowhere, two = stream.getvalue().splitlines()
+    first, info, nowhere, two = stream.getvalue().splitlines()
     stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\.\d{3}"
     assert re.fullmatch(stamp + r" INFO \[mine\] POST /v1/chat/completions 200 \d\.\d{3} s 8\+6 tokens", first)
-    assert re.fullmatch(stamp + r" INFO \[[0-9a-f]{32}\] GET /health 200 \d\.\d{3} s", health)
+    assert re.fullmatch(stamp + r" INFO \[[0-9a-f]{32}\] GET /server_info 200 \d\.\d{3} s", info)
     assert "GET /no%0Awhere/%C3%A4 404" in nowhere
     assert two.endswith(" 8+4 tokens")
 

@@ -34,7 +34,7 @@ BOUNDED = settings(
 
 
 ROUTES = ["POST /v1/chat/completions", "POST /v1/completions", "GET /v1/models", "GET /v1/models/{model}",
-          "GET /health", "GET /metrics", "GET /server_info"]  # fmt: skip
+          "GET /health", "GET /metrics", "GET /server_info", "POST /reset_prefix_cache"]  # fmt: skip
 
 
 @pytest.fixture

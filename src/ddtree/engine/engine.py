@@ -167,9 +167,9 @@ class Engine:
         if not all(0 <= token < vocab for token in prompt):
             raise InvalidOption(f"token ids must be from 0 to {vocab - 1}", param="prompt")
         if size >= limit:
+            wider = " or serve with a larger --max-model-len" if limit < self.target.spec.max_position else ""
             raise ContextLengthExceeded(
-                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt"
-                " or raise max_model_len",
+                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt{wider}",
                 param="prompt",
             )
         if params.max_tokens is not None and size + params.max_tokens > limit:
@@ -262,6 +262,6 @@ class Engine:
         if speculation.tree_budget > self.config.largest_budget:
             raise InvalidOption(
                 f"tree_budget {speculation.tree_budget} is more than the {self.config.largest_budget} planned for: ask"
-                " for less, or raise max_tree_budget",
+                " for less, or start with a larger --max-tree-budget",
                 param="tree_budget",
             )

@@ -28,7 +28,7 @@ class RequestOutput:
     stops: Sequence[str]
     end_ids: frozenset[int]
     stop_ids: frozenset[int] = frozenset()  # those of end_ids that the request named itself
-    min_tokens: int = 0  # stop strings do not count before
+    min_tokens: int = 0  # stop strings that earlier tokens complete do not count
     token_ids: list[int] = field(default_factory=list)
     text: str = ""  # everything that may be shown
     finish_reason: str | None = None
@@ -49,7 +49,7 @@ class RequestOutput:
             self.token_ids.append(token)
             if token in self.end_ids:
                 self.stop_reason = token if token in self.stop_ids else None
-                self._finish("stop", self._held + self.stream.flush())
+                self._finish("stop", self.stream.flush())
             else:
                 self._take(self.stream.push(token))
         return self.text[before:]
@@ -58,24 +58,21 @@ class RequestOutput:
         """End here for another reason (length); returns the rest of the text."""
         before = len(self.text)
         if not self.finished:
-            self._finish(reason, self._held + self.stream.flush())
+            self._finish(reason, self.stream.flush())
         return self.text[before:]
 
     def _take(self, piece: str) -> None:
         pending = self._held + piece
-        if len(self.token_ids) < self.min_tokens:
-            self.text += pending
-            return
-        if self._find(pending) is not None:
-            self._finish("stop", pending)
+        if len(self.token_ids) >= self.min_tokens and self._find(pending) is not None:
+            self._finish("stop", piece)
             return
         keep = self._possible_stop(pending)
         self.text += pending[: len(pending) - keep]
         self._held = pending[len(pending) - keep :]
 
-    def _finish(self, reason: str, tail: str) -> None:
-        """End with the last text `tail`, unless a stop string is in it: then before that."""
-        found = self._find(tail)
+    def _finish(self, reason: str, piece: str) -> None:
+        """End with the last text `piece`, unless it completes a stop string: then before that."""
+        tail, found = self._held + piece, self._find(self._held + piece)
         if found is not None:
             reason, (place, self.stop_reason) = "stop", found
             tail = tail[:place]
@@ -83,10 +80,14 @@ class RequestOutput:
         self._held = ""
         self.finish_reason = reason
 
-    def _find(self, text: str) -> tuple[int, str] | None:
-        """Where the first stop string begins, and which it is."""
-        places = [(place, stop) for stop in self.stops if (place := text.find(stop)) >= 0]
-        return min(places, default=None)
+    def _find(self, pending: str) -> tuple[int, str] | None:
+        """Where the first stop string begins that ends behind the held text, and which it is.
+
+        A whole stop string lies in the held text only where it was completed before `min_tokens`, and does not count.
+        """
+        held = len(self._held)
+        found = ((pending.find(stop, max(0, held - len(stop) + 1)), stop) for stop in self.stops)
+        return min(((place, stop) for place, stop in found if place >= 0), default=None)
 
     def _possible_stop(self, text: str) -> int:
         """Length of the longest end of `text` that a stop string begins with."""

@@ -73,6 +73,6 @@ class Request:
             prefill_seconds=self.prefilled - self.started,
             decode_seconds=now - self.prefilled,
             logprobs=self.logprobs,
-            speculative=counts.stats(self.lane.rows - 1),
+            speculative=counts.stats(self.lane.depth if mode.shadows else self.lane.rows - 1),
             shadow=counts.shadow_result() if mode.shadows else None,
         )

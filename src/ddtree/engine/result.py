@@ -23,7 +23,7 @@ class SpeculativeStats:
     """What a request's rounds added up to, before cuts at its end."""
 
     rounds: int = 0
-    drafted: int = 0  # nodes verified, roots excluded
+    drafted: int = 0  # nodes that could be accepted: for shadow-linear the chain's
     accepted: int = 0
     histogram: tuple[int, ...] = ()  # rounds by how many nodes were accepted, from 0
     width: int = 0  # the most nodes that a round may verify

@@ -101,6 +101,10 @@ class Scheduler:
         elif request is self._prefilling or request in self._running:
             self._leave(request)
 
+    def drop_prefixes(self) -> None:
+        """Reuse nothing of what finished requests left; call between steps. Requests that run are not touched."""
+        self._store.drop_idle()
+
     def reset(self) -> None:
         """After a step that raised: drop every request, and trust nothing that lies in the caches."""
         self._waiting.clear()
@@ -224,7 +228,9 @@ class Scheduler:
                 self._leave(request)
                 news.append((request, Chunk("", [], error=_no_answer(request))))
                 continue
-            request.counts.add(outcome.drafted, outcome.accepted)
+            # Of a shadowed tree nothing can be accepted: a rate over its nodes would be nobody's.
+            nodes = min(outcome.drafted, request.lane.depth) if request.lane.mode.shadows else outcome.drafted
+            request.counts.add(nodes, outcome.accepted)
             if request.lane.mode.shadows:
                 request.counts.shadow(request.position, outcome.tree, outcome.committed)
             request.remaining -= len(outcome.committed)

@@ -95,10 +95,17 @@ class SlotStore:
         slot.tokens = tuple(slot.tokens[: slot.held])
         slot.busy = False
 
+    def drop_idle(self) -> None:
+        """What finished sequences left is not reused; those that run keep their slots as they are."""
+        for slot in self.slots:
+            if not slot.busy:
+                slot.tokens, slot.held, slot.drafted = (), 0, 0
+
     def forget(self) -> None:
         """Nothing that lies in the caches may be reused: a forward failed half-way."""
         for slot in self.slots:
-            slot.tokens, slot.held, slot.drafted, slot.busy = (), 0, 0, False
+            slot.busy = False
+        self.drop_idle()
 
     def _copy(self, source: Slot, target: Slot, count: int) -> None:
         self.cache.copy(source.index, target.index, count)

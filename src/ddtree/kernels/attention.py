@@ -103,7 +103,7 @@ def pick_tiles(dtype: torch.dtype, head_dim: int, shared_memory: int, wide: bool
 
     64 rows suit wgmma; float32 has no matrix unit of its own precision, so its tiles are small.
     """
-    padded = power_of_two(head_dim)
+    padded = padded_dim(head_dim)
     if dtype == torch.float32:
         return Tiles(rows=16, keys=32, warps=4, stages=2 if padded < 256 else 1)
     keys = 64 if padded < 256 else 32
@@ -154,7 +154,7 @@ def tree_attention(
     bits = _dense(rows.ancestors, "ancestors") if rows.ancestors is not None else depths.unsqueeze(1)
     groups = heads // kv
     shape = {
-        "SCALE": log2(e) / sqrt(dim), "G": groups, "KV": kv, "HD": dim, "HDP": power_of_two(dim),
+        "SCALE": log2(e) / sqrt(dim), "G": groups, "KV": kv, "HD": dim, "HDP": padded_dim(dim),
         "KEYS": tiles.keys, "FIRST": work.first_chunk, "WINDOW": window or 0, "INSIDE": mode,
     }  # fmt: skip
     factor = 2 if tiles.wide and n * groups > tiles.rows else 1
@@ -174,9 +174,14 @@ def tree_attention(
     return out
 
 
+def padded_dim(head_dim: int) -> int:
+    """Columns that a program holds of a head: what matrix units multiply has at least 16."""
+    return max(16, power_of_two(head_dim))
+
+
 def merge_width(packed: int, head_dim: int) -> int:
     """Chunks merged at once, so that a program holds at most 8,192 numbers."""
-    return max(1, min(16, 8192 // (packed * power_of_two(head_dim))))
+    return max(1, min(16, 8192 // (packed * padded_dim(head_dim))))
 
 
 def _mode(rows: AttentionRows, work: AttentionWorkspace) -> int:

@@ -67,8 +67,16 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> "KVCache":
-        """length: positions per slot, scratch included. On a CPU, memory is taken page by page as it is written."""
-        return cls(_zeros((layers, slots, 2 * kv_heads, length, head_dim), dtype, device))
+        """length: positions per slot, scratch included. On a CPU, memory is taken page by page as it is written.
+
+        Raises MemoryError, which says how much was asked for.
+        """
+        shape = (layers, slots, 2 * kv_heads, length, head_dim)
+        try:
+            return cls(_zeros(shape, dtype, device))
+        except (OSError, MemoryError, RuntimeError) as error:
+            asked = prod(shape) * dtype.itemsize / 2**30
+            raise MemoryError(f"{asked:.1f} GiB on {device}: {error}") from error
 
     @property
     def length(self) -> int:

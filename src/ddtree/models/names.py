@@ -110,6 +110,8 @@ def _from_file(path: Path) -> Path:
 def _from_hub(name: str, param: str) -> Path:
     if not HUB_ID.fullmatch(name):
         raise ModelNotFound(
-            f"there is no {param} called {brief(repr(name))} and no such folder or file. {KINDS}", param=param
+            f"there is no {param} called {brief(repr(name))} and no such folder or file. "
+            + (KINDS.replace(EMBEDDED, BUNDLED_DRAFTER) if param == "drafter" else KINDS),
+            param=param,
         )
     return hub.download(name, param)

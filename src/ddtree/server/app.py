@@ -76,11 +76,13 @@ def _add_model_routes(app: FastAPI, service: Service) -> None:
         for name in service.options.served_model_names
     }
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models", response_model=ModelList)
     async def models() -> Response:
         """The served names; all stand for one model."""
         return JSONResponse({"object": "list", "data": list(cards.values())})
 
+    @app.head("/v1/models/{model:path}", include_in_schema=False)
     @app.get("/v1/models/{model:path}", response_model=ModelCard)
     async def model_card(model: str) -> Response:
         """One of them."""

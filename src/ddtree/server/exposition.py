@@ -145,11 +145,12 @@ def _vllm(m: Metrics, worker: EngineWorker, labels: Labels) -> Iterator[Any]:
 
 
 def _sglang(m: Metrics, worker: EngineWorker, labels: Labels) -> Iterator[Any]:
-    """SGLang's names. Its two gauges of speculation are means since the start here: no window fits every reader."""
-    length = 1 + m.accepted_tokens / m.drafts if m.drafts else 0.0
-    rate = m.accepted_tokens / m.drafted_tokens if m.drafted_tokens else 0.0
-    yield _gauge("sglang:spec_accept_length", "Accepted nodes per draft, and the bonus.", length, labels)
-    yield _gauge("sglang:spec_accept_rate", "Accepted over verified nodes.", rate, labels)
+    """SGLang's names. Its two gauges of speculation are means over recent rounds, as its own: readers average them."""
+    drafts, drafted, accepted = m.recent.sums()
+    length = 1 + accepted / drafts if drafts else 0.0
+    rate = accepted / drafted if drafted else 0.0
+    yield _gauge("sglang:spec_accept_length", "Accepted nodes per recent draft, and the bonus.", length, labels)
+    yield _gauge("sglang:spec_accept_rate", "Accepted over verified nodes, of recent drafts.", rate, labels)
     yield _counter("sglang:spec_verify_calls", "Rounds of one sequence with a proposal.", m.drafts, labels)
     yield _gauge("sglang:num_running_reqs", "Requests in a slot.", worker.busy, labels)
     yield _gauge("sglang:num_queue_reqs", "Requests in the queue.", worker.waiting, labels)

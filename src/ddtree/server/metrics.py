@@ -6,8 +6,8 @@ between two additions; each number by itself is right.
 
 import time
 from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING
 
@@ -33,6 +33,8 @@ REQUEST_SECONDS = (
 )  # fmt: skip
 TOKENS = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10000, 20000, 50000, 100000, 200000)
 SMALL = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128, 256, 512, 1024)
+RECENT_ROUNDS = 256  # what counts as recent, in rounds: about a second of a GPU
+RECENT_SECONDS = 10.0  # and in time: on a CPU fewer rounds than that
 
 
 class Histogram:
@@ -49,6 +51,32 @@ class Histogram:
         """Counts a value, `times` over."""
         self.counts[bisect_left(self.bounds, value)] += times
         self.total += value * times
+
+
+class RecentDrafts:
+    """What the newest rounds drafted and accepted: at most 256, none over 10 seconds older than the newest one.
+
+    While nothing is drafted it stays as it is. One thread adds, any thread reads.
+    """
+
+    __slots__ = ("_clock", "_rounds")
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
+        """clock: seconds."""
+        self._clock = clock
+        self._rounds: deque[tuple[float, int, int, int]] = deque(maxlen=RECENT_ROUNDS)
+
+    def add(self, drafts: int, drafted: int, accepted: int) -> None:
+        """A round of `drafts` sequences that had a proposal: nodes verified and accepted, over all of them."""
+        now, rounds = self._clock(), self._rounds
+        rounds.append((now, drafts, drafted, accepted))
+        while rounds[0][0] < now - RECENT_SECONDS:
+            rounds.popleft()
+
+    def sums(self) -> tuple[int, int, int]:
+        """Drafts, nodes verified, nodes accepted; all zero before the first one."""
+        rounds = self._rounds.copy()  # in one step, whatever the adding thread does
+        return sum(r[1] for r in rounds), sum(r[2] for r in rounds), sum(r[3] for r in rounds)
 
 
 class StageClock:
@@ -87,6 +115,7 @@ class Metrics:
         self.answer_lengths = Histogram(TOKENS)
         self.rounds = 0  # of whatever batch
         self.verified_rows = self.drafts = self.drafted_tokens = self.accepted_tokens = 0
+        self.recent = RecentDrafts()
         self.accepted_counts: Counter[int] = Counter()  # rounds of one sequence, by how many nodes were accepted
         self.mode_rounds: Counter[str] = Counter()  # rounds of one sequence
         self.mode_accepted: Counter[str] = Counter()
@@ -112,6 +141,7 @@ class Metrics:
         self.verified_rows += record.rows
         self.round_seconds.observe(record.seconds)
         self.round_batch.observe(record.batch)
+        drafts, accepted_tokens = self.drafts, self.accepted_tokens
         for accepted, depth, mode in zip(record.accepted, record.depths, record.modes, strict=True):
             self.mode_rounds[mode] += 1
             self.mode_accepted[mode] += accepted
@@ -123,6 +153,7 @@ class Metrics:
         if record.drafted:
             self.drafted_tokens += record.drafted
             self.tree_nodes.observe(record.drafted / record.batch, record.batch)
+            self.recent.add(self.drafts - drafts, record.drafted, self.accepted_tokens - accepted_tokens)
 
     # The worker's watcher.
 

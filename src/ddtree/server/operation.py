@@ -31,11 +31,12 @@ log = logging.getLogger("ddtree.server")
 access = logging.getLogger("ddtree.access")
 
 MAX_LOGGED = 200  # characters of a path in the access log
+POLLED = ("/health", "/metrics")  # asked for every few seconds: their answers would bury the others in the log
 CLIENT_LEFT = 499  # a number that proxies log, too: no answer was sent, since nobody was there
 
 
 def add_operation(app: FastAPI, engine: "Engine", worker: EngineWorker, options: ServerOptions) -> Metrics:
-    """Adds /health, /metrics, /server_info, and everything that stands between the socket and the routes.
+    """Adds the routes of operators, and everything that stands between the socket and all routes.
 
     Returns what is counted. The worker and the engine's scheduler report to it from now on.
     """
@@ -55,6 +56,7 @@ def add_operation(app: FastAPI, engine: "Engine", worker: EngineWorker, options:
     _add_health(app, worker)
     _add_metrics(app, Exposition(metrics, worker, options.name, options.vllm_metrics))
     _add_server_info(app, engine, worker, options)
+    _add_reset(app, worker)
     return metrics
 
 
@@ -75,6 +77,7 @@ def _add_metrics(app: FastAPI, exposition: Exposition) -> None:
         }
     }
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics", response_class=Response, responses=forms)
     async def metrics(request: Request) -> Response:
         """What the server counted since its start, for Prometheus."""
@@ -114,10 +117,25 @@ def _add_server_info(app: FastAPI, engine: "Engine", worker: EngineWorker, optio
         },
     }
 
+    @app.head("/server_info", include_in_schema=False)
     @app.get("/server_info")
     async def server_info() -> dict[str, Any]:
         """What is served, on what, and within which limits."""
         return {**facts, "uptime_seconds": round(time.monotonic() - started, 3)}
+
+
+def _add_reset(app: FastAPI, worker: EngineWorker) -> None:
+    @app.post("/reset_prefix_cache")
+    async def reset_prefix_cache(reset_running_requests: bool = False, reset_external: bool = False) -> dict[str, str]:
+        """Drops what finished requests left for reuse (vLLM's route): later requests compute their prompts anew."""
+        if reset_running_requests:
+            said = "`reset_running_requests` is not supported by this server: a running request keeps its context"
+            raise ApiError(said, param="reset_running_requests", code="unknown_parameter")
+        if reset_external:
+            said = "`reset_external` is not supported by this server: there is no cache outside of it"
+            raise ApiError(said, param="reset_external", code="unknown_parameter")
+        worker.drop_prefixes()
+        return {"status": "ok"}
 
 
 class Doorman:
@@ -198,8 +216,8 @@ class _Reply:
 
 
 def _is_locked(path: str) -> bool:
-    """Whether a key opens this path: the API itself. Health and metrics are for machines that hold no key."""
-    return path == "/v1" or path.startswith("/v1/")
+    """Whether a key opens this path: the API, and what changes the server. Who only watches holds no key."""
+    return path in ("/v1", "/reset_prefix_cache") or path.startswith("/v1/")
 
 
 def _digest(key: str) -> bytes:
@@ -212,5 +230,6 @@ def _log_access(scope: Scope, note: RequestNote, reply: _Reply, seconds: float) 
     tokens = f" {note.prompt_tokens}+{note.completion_tokens} tokens" if note.completion_tokens else ""
     left = "" if reply.complete else " (the client left)"
     status = reply.status or CLIENT_LEFT
+    level = logging.DEBUG if status == 200 and scope["path"] in POLLED else logging.INFO
     # The id is in every line's head, put there by the formatter.
-    access.info("%s %s %d %.3f s%s%s", scope["method"][:20], path, status, seconds, tokens, left)
+    access.log(level, "%s %s %d %.3f s%s%s", scope["method"][:20], path, status, seconds, tokens, left)

@@ -118,7 +118,7 @@ def from_unreadable(cause: BaseException) -> ApiError:
 
 
 def from_validation(errors: Sequence[Any]) -> ApiError:
-    """The first of pydantic's errors about a body (as `.errors()` gives them), naming the field at fault."""
+    """The first of pydantic's errors about a request (as `.errors()` gives them), naming the field at fault."""
     first: Mapping[str, Any] = errors[0]
     kind, context = first["type"], first.get("ctx", {})
     if kind == "json_invalid":
@@ -157,9 +157,9 @@ def _said(error: Mapping[str, Any], param: str) -> str:
 def _path(loc: Sequence[str | int]) -> str:
     """pydantic's place of an error as OpenAI writes it: `messages[0].content`. Names of union members are left out."""
     path = ""
-    for part in loc:
+    for part in loc[1:] if loc and loc[0] in ("body", "query") else loc:
         if isinstance(part, int):
             path += f"[{part}]"
-        elif part != "body" and not part.startswith("as "):  # "as ...": the tags of unions in `schemas`
+        elif not part.startswith("as "):  # "as ...": the tags of unions in `schemas`
             path += f".{part}" if path else part
     return path if len(path) <= MAX_ECHO else path[: MAX_ECHO - 3] + "..."

@@ -84,11 +84,14 @@ class ToolSplitter:
         return self._taken()
 
     def flush(self) -> list[Delta]:
-        """The rest, at the end of the answer: what began as a call and is none is content."""
+        """The rest, at the end of the answer: what began as a call and is none is content.
+
+        Where a limit cut the marker behind complete arguments, its beginning is no part of the message.
+        """
         if self._state == self._head:
             self._block(self._held, "")
         elif self._state == self._tail:
-            self._surplus(self._held)
+            self._surplus(self._held[: len(self._held) - begun(self._held, CALL_END)])
         elif self._state == self._arguments:
             self._pass_on(self._held)
         else:

@@ -1,7 +1,7 @@
 """The one thread that runs the engine, and the way its chunks take to the event loop.
 
-The thread takes orders (add, abort) between the steps of the engine's scheduler, which decides what runs and what
-waits. Each step's chunks go to the event loop in one call, however many requests share the step.
+The thread takes orders (add, abort, drop what is kept for reuse) between the steps of the engine's scheduler, which
+decides what runs and what waits. Each step's chunks go to the event loop in one call, however many requests share it.
 """
 
 import asyncio
@@ -11,6 +11,7 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
 from ddtree.config import SamplingParams, Speculation
@@ -48,7 +49,7 @@ class EngineWorker:
         self._max_queue = max_queue
         self.rejected = 0  # requests that found the queue full
         self._stats = self._scheduler.stats()  # as the engine's thread last saw them
-        self._orders: deque[tuple[Callable[[Answer], None], Answer]] = deque()
+        self._orders: deque[Callable[[], None]] = deque()
         self._open: set[Answer] = set()  # submitted, and somebody waits for the rest
         self._ended: EngineStopped | None = None  # why nothing more is taken
         self._changed = threading.Condition()  # guards what is above, but for the engine and its numbers
@@ -130,9 +131,20 @@ class EngineWorker:
                 self._thread.start()
             answers[0].note.prompt_tokens += len(prompt)
             self._open.update(answers)
-            self._orders.extend((self._add, answer) for answer in answers)
+            self._orders.extend(partial(self._add, answer) for answer in answers)
             self._changed.notify()
         return answers
+
+    def drop_prefixes(self) -> None:
+        """Nothing that finished requests left is reused by later ones. Raises `EngineStopped`. From any thread.
+
+        It is done within a round, and before any request that is submitted after this call.
+        """
+        with self._changed:
+            self.check()
+            if self._thread.ident is not None:  # else nothing is kept yet
+                self._orders.append(self._scheduler.drop_prefixes)
+                self._changed.notify()
 
     async def stop(self, grace: float) -> None:
         """Refuses what waits, lets running requests go on for `grace` seconds, then cuts them.
@@ -164,7 +176,7 @@ class EngineWorker:
         """An answer was given up, in whatever thread: the engine's thread drops it between two steps."""
         with self._changed:
             self._open.discard(answer)
-            self._orders.append((self._abort, answer))
+            self._orders.append(partial(self._abort, answer))
             self._changed.notify()
 
     def _refuse_waiting(self, why: EngineStopped) -> None:
@@ -213,11 +225,8 @@ class EngineWorker:
                     self._changed.wait()
                 orders, ended = list(self._orders), self._ended
                 self._orders.clear()
-            for order, answer in orders:
-                if ended is not None and order == self._add:
-                    answer.fail(ended)
-                else:
-                    order(answer)
+            for order in orders:
+                order()
             if ended is not None:
                 for answer in self._waiting():
                     answer.fail(ended)
@@ -232,6 +241,9 @@ class EngineWorker:
 
     def _add(self, answer: Answer) -> None:
         if answer.cancelled:
+            return
+        if self._ended is not None:
+            answer.fail(self._ended)
             return
         try:
             sequence = self._scheduler.add(answer.prompt, answer.params, answer.speculation or self._engine.speculation)
