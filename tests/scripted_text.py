@@ -1,8 +1,8 @@
 """A scripted model with a tokenizer of its own: what it says is looked up in a book by the user's last message.
 
 The tokenizer is a real one, whose ids 0 to 255 are the bytes. So the whole product runs on it: chat templates,
-grammars, characters split over tokens, log-probabilities' bytes. More pieces may be added to the vocabulary, which only the
-model uses.
+grammars, characters split over tokens, log-probabilities' bytes. More pieces may be added to the vocabulary, which
+only the model uses.
 """
 
 import json
