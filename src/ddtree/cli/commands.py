@@ -114,7 +114,8 @@ def bench(
     plan = make_plan(modes, budgets, base, sampling, limit, repeat)
     # The engine is loaded for a mode that drafts, if any does: so a missing drafter is told before the run, not in it.
     first = next((variant for variant in plan.variants.values() if variant.mode != "ar"), Speculation("ar"))
-    config = EngineConfig(model, drafter, first, device, dtype, max_model_len)
+    # Without reuse: every variant answers the same prompts, and the first would pay the prefill of all.
+    config = EngineConfig(model, drafter, first, device, dtype, max_model_len, prefix_caching=False)
     _check_writable(output)
     from tqdm import tqdm
 
