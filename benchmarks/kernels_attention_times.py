@@ -122,10 +122,10 @@ def time_load(load: Load, turns: int, bandwidth: float) -> dict[str, Any]:
     result: dict[str, Any] = {}
     result["invariant"] = median_us(layers.ours("invariant"), turns)
     result["plain"] = median_us(layers.ours("plain"), turns)
-    with Without("finish_kernel"):
-        result["partial_only"] = median_us(layers.ours("invariant"), turns)
-    with Without("partial_kernel"):
-        result["finish_only"] = median_us(layers.ours("invariant"), turns)
+    with Without("merge_kernel"):
+        result["attend_only"] = median_us(layers.ours("invariant"), turns)
+    with Without("attend_kernel"):
+        result["merge_only"] = median_us(layers.ours("invariant"), turns)
     try:
         result["sdpa"] = median_us(layers.sdpa(), turns)
     except (RuntimeError, torch.OutOfMemoryError) as error:
@@ -150,8 +150,7 @@ def time_tiles(load: Load, turns: int) -> dict[str, Any]:
         "warps 8": (replace(base, warps=8), 128),
         "rows 16": (replace(base, rows=16), 128),
         "rows 32": (replace(base, rows=32), 128),
-        "not wide": (replace(base, wide=False), 128),
-        "stages 2, not wide": (replace(base, stages=2, wide=False), 128),
+        "merged by a second launch": (replace(base, merged=0), 128),
         "first chunk 64": (base, 64),
         "first chunk 256": (base, 256),
         "first chunk 512": (base, 512),

@@ -12,22 +12,23 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ddtree.kernels.attention import Tiles, merge_width, pick_tiles
+from ddtree.kernels.attention import DEEPEST, Tiles, merge_width, pick_tiles, tail_keys
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
 _POINTERS = {
-    "query", "cache", "out", "slots", "starts", "depths", "ancestors", "paths", "peak_out",
-    "total_out", "acc_out", "peak_io", "total_io", "acc_io", "heads", "turns", "query_scale", "key_scale", "data",
-    "path", "positions",
+    "query", "cache", "out", "slots", "starts", "depths", "ancestors", "paths", "peak_in",
+    "total_in", "acc_in", "arrived", "peak_io", "total_io", "acc_io", "heads", "turns", "query_scale", "key_scale",
+    "data", "path", "positions",
 }  # fmt: skip
 _INT64 = {"slots", "starts", "depths", "ancestors", "path", "positions"}
-_INT32 = {"paths"}
+_INT32 = {"paths", "arrived"}
 _DATA = {"query", "cache", "out", "heads", "data"}
 
 
 def build(kernel: Any, capability: int, dtype: str, constants: Mapping[str, Any], **options: Any) -> Any:
     """The compiled kernel; pointers are 16-byte aligned, plain numbers int32 of unknown value."""
+    constants = {**constants, "overlap": 2 if capability >= 90 else 0}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -38,7 +39,7 @@ def build(kernel: Any, capability: int, dtype: str, constants: Mapping[str, Any]
             attributes[(place,)] = [["tt.divisibility", 16]]
         else:
             signature[name] = "fp32" if name == "floor" else "i32"
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     options = {"enable_fp_fusion": False, **options}
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
@@ -47,22 +48,20 @@ def attention(capability: int, dtype: torch.dtype, dim: int, inside: int, window
     """Both kernels of a head size, for 4 query heads to a key head."""
     from ddtree.kernels import attention_jit as jit
 
-    tiles: Tiles = pick_tiles(dtype, dim, SHARED[capability], capability != 100)
-    padded = 1 << (dim - 1).bit_length()
+    tiles: Tiles = pick_tiles(dtype, dim, SHARED[capability])
     shape = {
-        "SCALE": 0.1, "G": 4, "KV": 2, "HD": dim, "HDP": padded, "KEYS": tiles.keys, "FIRST": 128, "WINDOW": window,
-        "INSIDE": inside,
+        "G": 4, "GP": 4, "KV": 2, "HD": dim, "HDP": 1 << (dim - 1).bit_length(), "KEYS": tiles.keys, "FIRST": 128,
+        "WINDOW": window, "INSIDE": inside, "MERGE": merge_width(4, dim), "DEEPEST": DEEPEST,
     }  # fmt: skip
     at = f"sm_{capability} {TYPES[dtype]} hd{dim} inside{inside} window{window}"
-    for factor in (1, 2) if tiles.wide else (1,):
-        options = {"num_warps": tiles.warps * factor, "num_stages": tiles.stages}
-        rows = {"ROWS": tiles.rows * factor}
-        yield f"partial{factor} {at}", build(jit.partial_kernel, capability, TYPES[dtype], shape | rows, **options)
-    shape |= {"ROWS": tiles.rows, "GP": 4, "MERGE": merge_width(4, dim)}
-    yield (
-        f"finish {at}",
-        build(jit.finish_kernel, capability, TYPES[dtype], shape, num_warps=tiles.warps, num_stages=1),
-    )
+    folds = shape | {"SCALE": 0.1, "ROWS": tiles.rows, "TAIL_ROWS": 16, "TAIL_KEYS": tail_keys(tiles)}
+    for whole in (False, True):
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        yield (
+            f"attend{whole:d} {at}",
+            build(jit.attend_kernel, capability, TYPES[dtype], folds | {"WHOLE": whole}, **options),
+        )
+    yield f"merge {at}", build(jit.merge_kernel, capability, TYPES[dtype], shape, num_warps=4)
 
 
 def fold_of(ptx: str) -> str:

@@ -32,6 +32,7 @@ INT64 = {
 
 def compiled(kernel: Any, capability: int, constants: Mapping[str, Any], dtype: str = "bf16", warps: int = 4) -> Any:
     """The kernel for a card; pointers and pitches are aligned, as they are in a round."""
+    constants = {**constants, "overlap": 2 if capability >= 90 else 0}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -43,7 +44,7 @@ def compiled(kernel: Any, capability: int, constants: Mapping[str, Any], dtype: 
             signature[name] = "i32"
             if kernel.params[place].do_not_specialize is False and (name.startswith("pitch") or name == "columns"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=dict(constants), attrs=attributes)
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
 
 

@@ -77,7 +77,10 @@ class Pair:
         return found
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+HALF = pytest.param(torch.bfloat16, marks=[] if torch.cuda.is_available() else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @torch.inference_mode()
 def test_a_round_through_the_kernels_equals_one_through_torch(folders, device, dtype, monkeypatch) -> None:
     monkeypatch.setattr(backend, "KINDS", set())

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from ddtree import kernels
 from ddtree.drafter.config import DrafterConfig
 from ddtree.kernels import AttentionRows
 from ddtree.kernels.backend import usable
@@ -36,6 +37,7 @@ class _Layer:
     input_norm: RMSNorm
     query: Linear
     key_value: Linear  # one projection for context features and block states alike
+    joint: Linear | None  # query and key_value in one, for a block; the same memory
     query_norm: RMSNorm
     key_norm: RMSNorm
     out: Linear
@@ -69,6 +71,7 @@ class DFlashDrafter:
         self.layers = [self._load_layer(f"layers.{i}.", weights) for i in range(c.num_layers)]
         self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
         self._work = Workspaces()
+        self._blocks: dict[int, Tensor] = {}  # the ids of B blocks, the first of each written anew
 
     @classmethod
     def load(
@@ -93,13 +96,14 @@ class DFlashDrafter:
         c = self.config
         rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
 
-        def projection(parts: str) -> Linear:
-            names = [(p, f"{at}self_attn.{p}_proj.") for p in parts]
-            weight = [_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in names]
-            bias = None
-            if c.attention_bias:
-                bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in names])
-            return Linear(torch.cat(weight), bias)
+        parts = [(p, f"{at}self_attn.{p}_proj.") for p in "qkv"]
+        weight = torch.cat([_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in parts])
+        bias = None
+        if c.attention_bias:
+            bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in parts])
+
+        def projection(part: slice) -> Linear:
+            return Linear(weight[part], None if bias is None else bias[part])
 
         def norm(name: str, size: int) -> RMSNorm:
             return RMSNorm(weights(f"{at}{name}.weight", size), c.rms_norm_eps)
@@ -111,8 +115,9 @@ class DFlashDrafter:
         gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
         return _Layer(
             input_norm=norm("input_layernorm", c.hidden_size),
-            query=projection("q"),
-            key_value=projection("kv"),
+            query=projection(slice(rows["q"])),
+            key_value=projection(slice(rows["q"], None)),
+            joint=projection(slice(None)) if usable(weight.device) else None,
             query_norm=head_norm("q_norm"),
             key_norm=head_norm("k_norm"),
             out=Linear(
@@ -138,7 +143,7 @@ class DFlashDrafter:
             counts = counts or [longest] * batch
             new = torch.cat([features[b, :count] for b, count in enumerate(counts)])  # [M, taps * H]
             place = self._host_place(cache, position, counts)
-        fused = self.context_norm(self.fuse(new).float(), self.dtype)  # [M, H]
+        fused = self._fused(new)
         for index, layer in enumerate(self.layers):
             place.project(cache, index, layer.key_value(fused), self._heads(layer, queries=False, kv=True))
 
@@ -150,7 +155,9 @@ class DFlashDrafter:
         """
         c, dtype = self.config, self.dtype
         batch, block = root.shape[0], c.block_size
-        ids = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
+        if batch not in self._blocks:
+            self._blocks[batch] = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
+        ids = self._blocks[batch]
         ids[:, 0] = root
         x = self._embed(ids).flatten(0, 1).float()  # [B * b, H], the residual stream
         if c.input_embedding_scale != 1.0:
@@ -162,14 +169,30 @@ class DFlashDrafter:
         delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
             states = add_norm(x, delta, layer.input_norm, dtype)
-            place.project(cache, index, layer.key_value(states), self._heads(layer, queries=False, kv=True))
-            query = place.project(None, index, layer.query(states), self._heads(layer, queries=True, kv=False))
-            assert query is not None
+            query = self._project(place, cache, index, states)
             attended = place.attend(cache, index, query, c.windows[index], c.causal[index])
             states = add_norm(x, layer.out(attended), layer.mlp_norm, dtype)
             delta = layer.down(swiglu(layer.gate_up(states)))
         hidden = add_norm(x, delta, self.norm, dtype).unflatten(0, (batch, block))
         return self._logits(hidden[:, 1 : depths + 1].flatten(0, 1)).unflatten(0, (batch, depths))
+
+    def _fused(self, features: Tensor) -> Tensor:
+        """features [M, taps * H] -> [M, H]: what the layers take for the context."""
+        fused = self.fuse(features)
+        if usable(fused.device):
+            return kernels.add_norm(fused, None, self.context_norm.scale, self.context_norm.squares, self.dtype)
+        return self.context_norm(fused.float(), self.dtype)
+
+    def _project(self, place: Place, cache: KVCache, index: int, states: Tensor) -> Tensor:
+        """The queries of a block's states [M, H]; keys and values go into the cache."""
+        layer = self.layers[index]
+        if layer.joint is not None:
+            query = place.project(cache, index, layer.joint(states), self._heads(layer, queries=True, kv=True))
+        else:
+            place.project(cache, index, layer.key_value(states), self._heads(layer, queries=False, kv=True))
+            query = place.project(None, index, layer.query(states), self._heads(layer, queries=True, kv=False))
+        assert query is not None
+        return query
 
     def _heads(self, layer: _Layer, *, queries: bool, kv: bool) -> Heads:
         c = self.config

@@ -103,6 +103,7 @@ class Engine:
             "dtype": str(spec.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
+            "rounds": self._rounds(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -187,11 +188,16 @@ class Engine:
 
         return GrammarCompiler(self.text, self.target.spec.vocab_size, self.target.spec.end_ids)
 
+    def _rounds(self) -> str:
+        """Who runs them: the host, the device by its kernels, or the device as CUDA graphs."""
+        if not usable(self.target.spec.device):
+            return "host"
+        return "graphs" if self.config.cuda_graphs and self.target.spec.device.type == "cuda" else "kernels"
+
     def _make_runner(self) -> HostRunner | DeviceRunner:
         """Rounds on the device where its kernels can be used, else laid by the host."""
         if usable(self.target.spec.device):
-            graphs = self.config.cuda_graphs and self.target.spec.device.type == "cuda"
-            return DeviceRunner(self.target, self.drafter, self._store, graphs)
+            return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
         return HostRunner(self.target, self.drafter, self._store)
 
     def _make_store(self) -> SlotStore:

@@ -11,7 +11,7 @@ from ddtree import kernels
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import greedy
 from ddtree.kernels import Plan, PlanRow
-from ddtree.tree import Accepted, Proposal, accept, cut, top_k
+from ddtree.tree import Accepted, Proposal, RoundState, accept, cut, top_k
 
 if TYPE_CHECKING:
     from ddtree.engine.round import Batch, Lane
@@ -32,8 +32,14 @@ class Ops(Protocol):
     def accept(self, batch: "Batch", own: Tensor) -> Accepted | None:
         """The accepted path and what is committed of it, into the state. Returns: what a shadowed tree would accept."""
 
-    def counts(self, batch: "Batch") -> list[int] | None:
-        """Rows of each sequence's path, where the host knows them."""
+    def report(self, batch: "Batch", tree: Accepted | None) -> Tensor:
+        """What the host wants to know: see `report`."""
+
+    def kept(self, batch: "Batch", features: Tensor) -> tuple[Tensor, list[int] | None]:
+        """Features of the accepted paths [B, M, F], and the rows of each path, where the host knows them.
+
+        features: [B, N, F].
+        """
 
     def advance(self, batch: "Batch") -> None:
         """Make each bonus the next root, move positions and limits on."""
@@ -100,9 +106,15 @@ class HostOps:
         state.n_committed.copy_(kept.masked_fill(state.done, 0))
         return tree
 
-    def counts(self, batch: "Batch") -> list[int] | None:
-        """See Ops.counts."""
-        return [count + 1 for count in batch.state.n_accepted.tolist()]
+    def report(self, batch: "Batch", tree: Accepted | None) -> Tensor:
+        """See Ops.report."""
+        return report(batch.state, tree)
+
+    def kept(self, batch: "Batch", features: Tensor) -> tuple[Tensor, list[int] | None]:
+        """See Ops.kept."""
+        counts = [count + 1 for count in batch.state.n_accepted.tolist()]
+        rows = batch.state.path[:, : max(counts)].clamp(min=0)  # [B, M]
+        return features.gather(1, rows.unsqueeze(-1).expand(-1, -1, features.shape[-1])), counts
 
     def advance(self, batch: "Batch") -> None:
         """See Ops.advance."""
@@ -113,6 +125,20 @@ class HostOps:
         state.position += (state.n_accepted + 1).masked_fill(state.done, 0)
         state.remaining -= state.n_committed
         state.done |= self._ended | (state.remaining <= 0)
+
+
+def report(state: RoundState, tree: Accepted | None) -> Tensor:
+    """Everything the host wants to know of a round, in one tensor: one copy from a GPU. See `read_report`.
+
+    Returns: [B, columns] int64: accepted nodes, tokens committed, nodes verified, depth of the deepest, the columns
+    of state.committed; then, where a tree was verified beside the chain, its count and its D + 1 tokens.
+    """
+    n = state.width
+    nodes, deepest = (state.parents[:, :n] >= 0).sum(1), state.depths[:, :n].amax(1)
+    parts = [torch.stack([state.n_accepted, state.n_committed, nodes, deepest], 1), state.committed]
+    if tree is not None:
+        parts += [tree.count.unsqueeze(1), tree.tokens]
+    return torch.cat(parts, 1)
 
 
 def choose_by_samplers(batch: "Batch", logits: Tensor) -> Tensor:
@@ -163,8 +189,8 @@ class DeviceOps:
         """See Ops.draft."""
         if batch.drafter is None or batch.drafter_cache is None or not self.depth:
             return None
-        root = batch.state.tokens[:, 0].contiguous()
-        logits = batch.drafter.propose(batch.drafter_cache, root, batch.state.position, self.depth)
+        root, position = batch.state.tokens[:, 0], batch.state.position
+        logits = batch.drafter.propose(batch.drafter_cache, root, position, self.depth)
         return kernels.propose(logits, self.ranks)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
@@ -187,9 +213,13 @@ class DeviceOps:
         kernels.settle(state, own, batch.ends, self.ended, members=shadows)
         return kernels.accept(state.rows, own, batch.depth, state.tree[:, : self.width]) if shadows else None
 
-    def counts(self, batch: "Batch") -> list[int] | None:
-        """See Ops.counts."""
-        return None
+    def report(self, batch: "Batch", tree: Accepted | None) -> Tensor:
+        """See Ops.report."""
+        return kernels.report(batch.state, tree)
+
+    def kept(self, batch: "Batch", features: Tensor) -> tuple[Tensor, list[int] | None]:
+        """See Ops.kept. Of paths that are shorter, row 0 fills up."""
+        return kernels.take(features, batch.state.path), None
 
     def advance(self, batch: "Batch") -> None:
         """See Ops.advance."""

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ddtree.config import Speculation
@@ -15,7 +14,7 @@ from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler
 from ddtree.layers import KVCache
 from ddtree.target import Target
-from ddtree.tree import Accepted, RoundState
+from ddtree.tree import RoundState
 
 
 class Lane:
@@ -100,7 +99,7 @@ def run_round(batch: Batch) -> Verdict:
     with observer.stage("accept"):
         own = ops.choose(batch, logits)
         tree = ops.accept(batch, own)
-        report = _report(state, tree)
+        report = ops.report(batch, tree)  # before the roots advance
     with observer.stage("commit"):
         _commit(batch, features)
         ops.advance(batch)
@@ -112,22 +111,8 @@ def _commit(batch: Batch, features: Tensor) -> None:
     state = batch.state
     batch.target.commit(batch.target_cache, state.path, state.position)
     if batch.drafter is not None and batch.drafter_cache is not None:
-        counts = batch.ops.counts(batch)
-        rows = state.path[:, : batch.depth + 1 if counts is None else max(counts)].clamp(min=0)  # [B, M]
-        kept = features.gather(1, rows.unsqueeze(-1).expand(-1, -1, features.shape[-1]))
+        kept, counts = batch.ops.kept(batch, features)
         batch.drafter.append(batch.drafter_cache, kept, state.position, counts)
-
-
-def _report(state: RoundState, tree: Accepted | None) -> Tensor:
-    """Everything the host wants to know of a round, in one tensor: one copy from a GPU. See `read_report`."""
-    n = state.width
-    nodes, deepest = (state.parents[:, :n] >= 0).sum(1), state.depths[:, :n].amax(1)
-    # `done` is what the round will have made of it: the cut at an end is known before the roots advance.
-    columns = [state.n_accepted, state.n_committed, nodes, deepest]
-    parts = [torch.stack(columns, 1), state.committed]
-    if tree is not None:
-        parts += [tree.count.unsqueeze(1), tree.tokens]
-    return torch.cat(parts, 1)
 
 
 def read_report(

@@ -9,8 +9,10 @@ from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, l
 from ddtree.kernels.build import Plan, PlanRow, build
 from ddtree.kernels.choose import choose
 from ddtree.kernels.commit import commit
+from ddtree.kernels.gather import embed, take
 from ddtree.kernels.norm import add_norm, swiglu
 from ddtree.kernels.qkv import HeadNorms, write_heads
+from ddtree.kernels.report import report
 from ddtree.kernels.select import propose, top_k
 
 __all__ = [
@@ -27,10 +29,13 @@ __all__ = [
     "build",
     "choose",
     "commit",
+    "embed",
     "locate",
     "propose",
+    "report",
     "settle",
     "swiglu",
+    "take",
     "top_k",
     "tree_attention",
     "write_heads",

@@ -6,7 +6,7 @@ In a round: `settle`, then the caches commit state.path at state.position, then 
 import torch
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 from ddtree.tree import Accepted, RoundState, Rows
 
 
@@ -69,6 +69,7 @@ def advance(state: RoundState, ended: Tensor) -> None:
         batch,
         block=max(power_of_two(batch), 32),
         num_warps=1,
+        **overlap(ended.device),
     )
 
 
@@ -122,4 +123,5 @@ def _launch(rows: Rows, own: Tensor, member: Tensor | None, found: Accepted, cut
         cuts=cut is not None,
         settles=done is not None,
         num_warps=4,
+        **overlap(own.device),
     )

@@ -4,6 +4,8 @@
 import triton
 import triton.language as tl
 
+from ddtree.kernels.common_jit import follow
+
 _SIZES = ["pitch", "pitch_batch_words", "pitch_row_words", "pitch_own", "rows", "columns", "end_count"]
 
 
@@ -37,8 +39,10 @@ def accept(
     has_member: tl.constexpr,
     cuts: tl.constexpr,
     settles: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """A row is kept when no bit of its ancestors is one of a row that differs from what its parent chose."""
+    follow(overlap)
     batch = tl.program_id(0).to(tl.int64)
     node = tl.arange(0, block)
     kept_row = node < rows
@@ -84,8 +88,23 @@ def accept(
 
 
 @triton.jit(do_not_specialize=["pitch", "columns", "batch"])
-def advance(tokens, position, remaining, done, count, chosen, kept, ended, pitch, columns, batch, block: tl.constexpr):
+def advance(
+    tokens,
+    position,
+    remaining,
+    done,
+    count,
+    chosen,
+    kept,
+    ended,
+    pitch,
+    columns,
+    batch,
+    block: tl.constexpr,
+    overlap: tl.constexpr,
+):
     """All sequences: the bonus becomes the root, behind the accepted rows."""
+    follow(overlap)
     lane = tl.arange(0, block)
     real = lane < batch
     running = real & (tl.load(done + lane, mask=real, other=1) == 0)

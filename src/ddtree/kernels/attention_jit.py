@@ -2,8 +2,12 @@
 # mypy: ignore-errors
 """Triton kernels of `ddtree.kernels.attention`. Import it only where triton is there.
 
-Both kernels fold tiles of KEYS keys at fixed absolute positions into a state (peak, total, acc) by one function,
-`_fold`, with the same tile shapes and the same number of warps, so that it does not matter which of them folds a tile.
+A state (peak, total, acc) stands for some keys. In the row-invariant form (INSIDE 0) a row at position p has one for
+its tail, the keys from `_tail_begin(p)` on, gathered in the order of its path, and one for what each chunk holds before
+that: chunks are at fixed absolute positions, and all their keys are committed whatever the row's depth. So which states
+a row has, and how each is made, depends on its position alone, and they are made independently, in one launch.
+What adds up in an order that a layout of threads could change happens in tiles of one shape under one number of warps;
+merging runs the same code under that number of warps wherever it is.
 Numbers that differ between rounds are never specialised: one binary serves every batch and every number of rows.
 Multiplications and additions are not fused by the compiler (`enable_fp_fusion=False` at launch): it would choose place
 by place.
@@ -12,12 +16,17 @@ by place.
 import triton
 import triton.language as tl
 
-_ROUND = ["n", "length", "chunks", "depths_b", "ancestors_b", "ancestors_n"]
+from ddtree.kernels.common_jit import announce, await_forerunner, follow
+
+_ROUND = ["n", "length", "chunks", "blocks", "spaces", "depths_b", "ancestors_b", "ancestors_n"]
 
 
 @triton.jit(do_not_specialize=["n", "depths_b", "ancestors_b", "ancestors_n"])
-def paths_kernel(ancestors, depths, paths, n, depths_b, ancestors_b, ancestors_n, NP: tl.constexpr):
+def paths_kernel(
+    ancestors, depths, paths, n, depths_b, ancestors_b, ancestors_n, NP: tl.constexpr, overlap: tl.constexpr
+):
     """paths[b, i, d] = the row at depth d on the path of row i. One program per row and sequence."""
+    follow(overlap)
     i, b = tl.program_id(0), tl.program_id(1)
     j = tl.arange(0, NP)
     word = tl.load(ancestors + b * ancestors_b + i * ancestors_n + j // 64, mask=j < n, other=0)
@@ -60,6 +69,12 @@ def _floor(value, step: tl.constexpr):
 
 
 @triton.jit
+def _tail_begin(position, KEYS: tl.constexpr, DEEPEST: tl.constexpr):
+    """Where a row's tail begins: on a tile's edge, and not after its root, which is less than DEEPEST before it."""
+    return _floor(position - (DEEPEST - 1), KEYS)
+
+
+@triton.jit
 def _chunk_of(position, FIRST: tl.constexpr):
     """The chunk that holds a position: see chunk_bounds in ddtree.kernels.attention."""
     doubling = (tl.maximum(position // (16 * FIRST), 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
@@ -73,6 +88,47 @@ def _edge(chunk, FIRST: tl.constexpr):
     behind = tl.maximum(chunk - 16, 0)
     far = ((behind % 8 + 8) * (2 * FIRST)) << (behind // 8)
     return tl.where(chunk < 16, chunk * FIRST, far)
+
+
+@triton.jit
+def _prefetch(base, begin, count, HD: tl.constexpr):
+    """Ask for `count` keys or values of a head, dense in memory, to be brought into the L2 cache. Not before Hopper."""
+    piece = count * HD // 128  # of every thread; whole tiles make multiples of 16 bytes
+    size = tl.zeros([128], tl.int32) + piece * (base.dtype.element_ty.primitive_bitwidth // 8)
+    tl.inline_asm_elementwise(
+        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r",
+        [base + begin * HD + tl.arange(0, 128) * piece, size], dtype=tl.int32, is_pure=False, pack=1,
+    )  # fmt: skip
+
+
+@triton.jit
+def _ask_for_keys(
+    cache, slots, starts, spaces, b, head, place, n, length, chunks, blocks,
+    KV: tl.constexpr, HD: tl.constexpr, KEYS: tl.constexpr, DEEPEST: tl.constexpr, FIRST: tl.constexpr,
+    WINDOW: tl.constexpr, INSIDE: tl.constexpr,
+):  # fmt: skip
+    """Fetch the committed keys and values of a program of attend_kernel, before the launch before it is done.
+
+    Places and lengths may be out of date: they are kept within the cache, and nothing depends on what is fetched.
+    """
+    start = tl.load(starts + b, cache_modifier=".cg").to(tl.int32)
+    start = tl.minimum(tl.maximum(start, 0), length) // KEYS * KEYS
+    slot = tl.minimum(tl.maximum(tl.load(slots + b, cache_modifier=".cg"), 0), spaces - 1)
+    keys = cache + (slot * (2 * KV) + head) * length * HD
+    tails = 0
+    if INSIDE == 0:
+        tails = n
+    which = tl.maximum(place - tails, 0)
+    chunk = chunks - 1 - which // blocks
+    begin, end = _edge(chunk, FIRST), tl.minimum(_edge(chunk + 1, FIRST), start)
+    if WINDOW:
+        begin = tl.maximum(begin, _floor(start - WINDOW + 1, KEYS))
+    mine = which % blocks == 0
+    if place < tails:
+        begin, end, mine = _tail_begin(start, KEYS, DEEPEST), start, place == 0
+    if mine & (begin < end):
+        _prefetch(keys, begin, end - begin, HD)
+        _prefetch(keys + tl.cast(length, tl.int64) * (KV * HD), begin, end - begin, HD)
 
 
 @triton.jit
@@ -107,144 +163,118 @@ def _visible(
     return seen
 
 
-@triton.jit(do_not_specialize=_ROUND)
-def partial_kernel(
-    query, cache, slots, starts, depths, ancestors, peak_out, total_out, acc_out,
-    n, length, chunks, depths_b, ancestors_b, ancestors_n,
-    SCALE: tl.constexpr, G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr,
+@triton.jit
+def _store_state(
+    peak_out, total_out, acc_out, at, ok, peak, total, acc, HD: tl.constexpr, HDP: tl.constexpr
 ):  # fmt: skip
-    """The state of one chunk of keys for ROWS packed query rows (row * G + head of the group) of one key head.
-
-    INSIDE 0: only tiles that are wholly committed; the rest is finish_kernel's. Otherwise all keys, see _visible.
-    """
-    block, b, head = tl.program_id(0), tl.program_id(1) // KV, tl.program_id(1) % KV
-    chunk = chunks - 1 - tl.program_id(2)  # the largest chunks first
-    start = tl.load(starts + b).to(tl.int32)
-    begin, end = _edge(chunk, FIRST), _edge(chunk + 1, FIRST)
-    committed = start // KEYS * KEYS
-    last = committed if INSIDE == 0 else start + n
-    if WINDOW:
-        begin = tl.maximum(begin, _floor(start - WINDOW + 1, KEYS))  # no row stands before start
-    end = tl.minimum(end, last)
-    if begin < end:
-        slot = tl.load(slots + b)
-        keys = cache + (slot * (2 * KV) + head) * length * HD
-        values = keys + tl.cast(length, tl.int64) * (KV * HD)
-        r = block * ROWS + tl.arange(0, ROWS)
-        row, d = r // G, tl.arange(0, HDP)
-        at = (b.to(tl.int64) * n + row) * (KV * G) + head * G + r % G
-        live = row < n
-        q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
-        position = start + row
-        if (WINDOW > 0) and (INSIDE < 2):
-            position = start + tl.load(depths + b * depths_b + row, mask=live, other=0).to(tl.int32)
-        peak = tl.full([ROWS], float("-inf"), tl.float32)
-        total = tl.zeros([ROWS], tl.float32)
-        acc = tl.zeros([ROWS, HDP], tl.float32)
-        for first in range(begin, tl.minimum(end, committed), KEYS):
-            place = first + tl.arange(0, KEYS)
-            k = _load(keys, place, True, HD, HDP, False)
-            v = _load(values, place, True, HD, HDP, False)
-            seen = tl.abs(position[:, None] - place[None, :]) < WINDOW
-            peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, WINDOW > 0)
-        if INSIDE > 0:
-            for first in tl.range(tl.maximum(begin, committed), end, KEYS, num_stages=1):
-                place = first + tl.arange(0, KEYS)
-                k = _load(keys, place, place < last, HD, HDP, True)
-                v = _load(values, place, place < last, HD, HDP, True)
-                seen = _visible(
-                    place, position, row, start, n, b, depths, ancestors, depths_b, ancestors_b, ancestors_n,
-                    KEYS, INSIDE, WINDOW,
-                )  # fmt: skip
-                peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, True)
-        out = (tl.program_id(1).to(tl.int64) * chunks + chunk) * (n * G) + r
-        tl.store(peak_out + out, peak, mask=live)
-        tl.store(total_out + out, total, mask=live)
-        tl.store(acc_out + out[:, None] * HD + d[None, :], acc, mask=live[:, None] & (d < HD)[None, :])
+    d = tl.arange(0, HDP)
+    tl.store(peak_out + at, peak, mask=ok)
+    tl.store(total_out + at, total, mask=ok)
+    tl.store(acc_out + at[:, None] * HD + d[None, :], acc, mask=ok[:, None] & (d < HD)[None, :])
 
 
 @triton.jit
-def _gather(
-    query, cache, slots, paths, peak_io, total_io, acc_io, n, length, chunks, start, position,
+def _fold_chunk(
+    query, keys, values, depths, ancestors, peak_out, total_out, acc_out, out_at, begin, end, committed, last,
+    row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
     SCALE: tl.constexpr, G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """Fold the tiles that are not wholly committed for one row, its keys gathered in the order of its path.
+    """The state of the keys begin .. end - 1 for ROWS packed query rows, kept at out_at + r.
 
-    It goes on from the state that partial_kernel left for the first of these tiles' chunk, and leaves its own there.
+    tail: [ROWS], INSIDE 0: where the rows' tails begin. A tile that is not a row's changes nothing of its state.
     """
-    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    keys = cache + (tl.load(slots + b) * (2 * KV) + head) * length * HD
-    values = keys + tl.cast(length, tl.int64) * (KV * HD)
-    g, d = tl.arange(0, ROWS), tl.arange(0, HDP)
+    d, live = tl.arange(0, HDP), row < n
+    at = (b.to(tl.int64) * n + row) * (KV * G) + head * G + r % G
+    q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
+    peak = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, HDP], tl.float32)
+    for first in range(begin, tl.minimum(end, committed), KEYS):
+        place = first + tl.arange(0, KEYS)
+        k = _load(keys, place, True, HD, HDP, False)
+        v = _load(values, place, True, HD, HDP, False)
+        seen = (first < tail)[:, None]
+        if WINDOW:
+            seen = seen & (tl.abs(position[:, None] - place[None, :]) < WINDOW)
+        peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, (WINDOW > 0) or (INSIDE == 0))
+    if INSIDE > 0:
+        for first in tl.range(tl.maximum(begin, committed), end, KEYS, num_stages=1):
+            place = first + tl.arange(0, KEYS)
+            k = _load(keys, place, place < last, HD, HDP, True)
+            v = _load(values, place, place < last, HD, HDP, True)
+            seen = _visible(
+                place, position, row, start, n, b, depths, ancestors, depths_b, ancestors_b, ancestors_n,
+                KEYS, INSIDE, WINDOW,
+            )  # fmt: skip
+            peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, True)
+    _store_state(peak_out, total_out, acc_out, out_at + r, live, peak, total, acc, HD, HDP)
+
+
+@triton.jit
+def _fold_tail(
+    query, keys, values, paths, peak_out, total_out, acc_out, out_at, i, b, head, start, position, n,
+    SCALE: tl.constexpr, G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
+    TAIL_ROWS: tl.constexpr, TAIL_KEYS: tl.constexpr, KEYS: tl.constexpr, DEEPEST: tl.constexpr, WINDOW: tl.constexpr,
+):  # fmt: skip
+    """The state of the tail of row i, its keys gathered in the order of its path, kept at out_at + the group's head."""
+    g, d = tl.arange(0, TAIL_ROWS), tl.arange(0, HDP)
     live = g < G
     at = (b.to(tl.int64) * n + i) * (KV * G) + head * G + g
-    q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
-    committed = start // KEYS * KEYS
-    chunk_0, chunk_1 = _chunk_of(committed, FIRST), _chunk_of(position, FIRST)
-    for chunk in range(chunk_0, chunk_1 + 1):
-        begin, end = _edge(chunk, FIRST), _edge(chunk + 1, FIRST)
-        left = begin  # where partial_kernel began this chunk
+    begin = _tail_begin(position, KEYS, DEEPEST)
+    peak = tl.full([TAIL_ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([TAIL_ROWS], tl.float32)
+    acc = tl.zeros([TAIL_ROWS, HDP], tl.float32)
+    for tile in tl.static_range((DEEPEST + KEYS - 2) // TAIL_KEYS + 1):
+        place = begin + tile * TAIL_KEYS + tl.arange(0, TAIL_KEYS)
+        seen = place <= position
         if WINDOW:
-            left = tl.maximum(begin, _floor(start - WINDOW + 1, KEYS))
-        carried = live & (left < committed)  # false for the chunks behind the first
-        out = ((b.to(tl.int64) * KV + head) * chunks + chunk) * (n * G) + i * G + g
-        out_d = acc_io + out[:, None] * HD + d[None, :]
-        peak = tl.load(peak_io + out, mask=carried, other=float("-inf"))
-        total = tl.load(total_io + out, mask=carried, other=0.0)
-        acc = tl.load(out_d, mask=carried[:, None] & (d < HD)[None, :], other=0.0)
-        for first in range(tl.maximum(begin, committed), tl.minimum(end, position + 1), KEYS):
-            place = first + tl.arange(0, KEYS)
-            seen = place <= position
-            if WINDOW:
-                seen = seen & (position - place < WINDOW)
-            drafted = place >= start
-            link = tl.load(paths + (b * n + i) * n + (place - start), mask=drafted & seen, other=0)
-            place = tl.where(drafted, start + link, place)
-            k = _load(keys, place, seen, HD, HDP, True)
-            v = _load(values, place, seen, HD, HDP, True)
-            peak, total, acc = _fold(q, k, v, seen[None, :], peak, total, acc, SCALE, True)
-        tl.store(peak_io + out, peak, mask=live)
-        tl.store(total_io + out, total, mask=live)
-        tl.store(out_d, acc, mask=live[:, None] & (d < HD)[None, :])
-    tl.debug_barrier()  # the states just written are read by other threads of this program
+            seen = seen & (position - place < WINDOW)
+        link = tl.load(paths + (b * n + i) * n + (place - start), mask=(place > start) & seen, other=0)
+        link = tl.where((place == start) & (position == start), i, link)  # padding is its own root; else that is row 0
+        place = tl.where(place >= start, start + link, place)
+        k = _load(keys, place, seen, HD, HDP, True)
+        v = _load(values, place, seen, HD, HDP, True)
+        if tile == 0:  # after the keys, for whose products it is waited for
+            q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
+        peak, total, acc = _fold(q, k, v, seen[None, :], peak, total, acc, SCALE, True)
+    _store_state(peak_out, total_out, acc_out, out_at + g, live, peak, total, acc, HD, HDP)
 
 
-@triton.jit(do_not_specialize=_ROUND)
-def finish_kernel(
-    query, cache, slots, starts, depths, paths, peak_io, total_io, acc_io, out,
-    n, length, chunks, depths_b,
-    SCALE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr,
-    MERGE: tl.constexpr,
+@triton.jit
+def _merge(
+    peak_in, total_in, acc_in, out, i, b, head, start, depth, n, chunks,
+    G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, KEYS: tl.constexpr,
+    DEEPEST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, MERGE: tl.constexpr,
 ):  # fmt: skip
-    """One row and key head: the tail in path order (INSIDE 0), then the chunks' states merged in a fixed order."""
-    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts + b).to(tl.int32)
-    position = start + i
-    if INSIDE < 2:
-        position = start + tl.load(depths + b * depths_b + i).to(tl.int32)
-    last = position if INSIDE == 0 else start + n - 1
-    if INSIDE == 0:
-        _gather(
-            query, cache, slots, paths, peak_io, total_io, acc_io, n, length, chunks, start, position,
-            SCALE, G, KV, HD, HDP, ROWS, KEYS, FIRST, WINDOW,
-        )  # fmt: skip
-    chunk_0, chunk_1 = 0, _chunk_of(last, FIRST)
+    """The answer of row i from its states: the chunks' in order, then the tail's, MERGE at once."""
+    position = start + depth
+    first_key = 0
     if WINDOW:
-        chunk_0 = _chunk_of(tl.maximum(position - WINDOW + 1, 0), FIRST)
+        first_key = tl.maximum(position - WINDOW + 1, 0)
+    behind = start + n  # the keys in chunks
+    if INSIDE == 0:
+        behind = _tail_begin(position, KEYS, DEEPEST)
+    chunk_0 = tl.where(first_key < behind, _chunk_of(first_key, FIRST), 0)
+    chunk_1 = tl.where(first_key < behind, _chunk_of(tl.maximum(behind - 1, 0), FIRST), -1)
+    last = chunk_1
+    if INSIDE == 0:
+        last = chunk_1 + 1  # the tail's state lies behind those of all chunks
     g, d, c = tl.arange(0, GP), tl.arange(0, HDP), tl.arange(0, MERGE)
+    line = (b.to(tl.int64) * KV + head) * (chunks + 1)
     peak = tl.full([GP], float("-inf"), tl.float32)
     total = tl.zeros([GP], tl.float32)
     acc = tl.zeros([GP, HDP], tl.float32)
-    for first in range(chunk_0 // MERGE * MERGE, chunk_1 + 1, MERGE):
+    for first in tl.range(chunk_0 // MERGE * MERGE, last + 1, MERGE, num_stages=1):
         chunk = first + c
-        ok = ((chunk >= chunk_0) & (chunk <= chunk_1))[:, None] & (g < G)[None, :]
-        at = ((b.to(tl.int64) * KV + head) * chunks + chunk)[:, None] * (n * G) + i * G + g[None, :]
-        part_m = tl.load(peak_io + at, mask=ok, other=float("-inf"))
-        part_l = tl.load(total_io + at, mask=ok, other=0.0)
-        part = tl.load(acc_io + at[:, :, None] * HD + d[None, None, :], mask=ok[:, :, None] & (d < HD), other=0.0)
+        ok = ((chunk >= chunk_0) & (chunk <= last))[:, None] & (g < G)[None, :]
+        at = (line + tl.where(chunk > chunk_1, chunks, chunk))[:, None] * (n * G) + i * G + g[None, :]
+        part = tl.load(
+            acc_in + at[:, :, None] * HD + d[None, None, :], mask=ok[:, :, None] & (d < HD), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        part_m = tl.load(peak_in + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
+        part_l = tl.load(total_in + at, mask=ok, other=0.0, cache_modifier=".cg")
         new = tl.maximum(peak, tl.max(part_m, 0))
         safe = tl.where(new == float("-inf"), 0.0, new)
         weight = tl.exp2(part_m - safe[None, :])
@@ -256,3 +286,100 @@ def finish_kernel(
     whole = tl.where(total == 0.0, 1.0, total)  # the lanes that fill up the group
     answer = (acc / whole[:, None]).to(out.dtype.element_ty)
     tl.store(out + at[:, None] * HD + d[None, :], answer, mask=(g < G)[:, None] & (d < HD)[None, :])
+
+
+@triton.jit(do_not_specialize=_ROUND)
+def attend_kernel(
+    query, cache, slots, starts, depths, ancestors, paths, peak_io, total_io, acc_io, arrived, out,
+    n, length, chunks, blocks, spaces, depths_b, ancestors_b, ancestors_n,
+    SCALE: tl.constexpr, G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, TAIL_ROWS: tl.constexpr, TAIL_KEYS: tl.constexpr, DEEPEST: tl.constexpr,
+    FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, MERGE: tl.constexpr, WHOLE: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """One state: of a row's tail (INSIDE 0), or of a chunk for ROWS packed query rows (row * G + head of the group).
+
+    WHOLE: all rows are in one block, and the program that is the last of its sequence and key head merges their states.
+    """
+    line = tl.program_id(1)
+    b, head, place = line // KV, line % KV, tl.program_id(0)
+    announce(overlap)
+    if overlap > 0:
+        _ask_for_keys(
+            cache, slots, starts, spaces, b, head, place, n, length, chunks, blocks,
+            KV, HD, KEYS, DEEPEST, FIRST, WINDOW, INSIDE,
+        )  # fmt: skip
+    await_forerunner(overlap)
+    tails = 0
+    if INSIDE == 0:
+        tails = n
+    start = tl.load(starts + b).to(tl.int32)
+    slot = tl.load(slots + b)
+    keys = cache + (slot * (2 * KV) + head) * length * HD
+    values = keys + tl.cast(length, tl.int64) * (KV * HD)
+    which = tl.maximum(place - tails, 0)
+    chunk, block = chunks - 1 - which // blocks, which % blocks  # the largest chunks first
+    r = block * ROWS + tl.arange(0, ROWS)
+    row = r // G
+    depth = row
+    if INSIDE < 2:
+        depth = tl.load(depths + b * depths_b + row, mask=row < n, other=0).to(tl.int32)
+    position = start + depth
+    tail, last, committed = position, start + n, start // KEYS * KEYS
+    if INSIDE == 0:
+        tail = _tail_begin(position, KEYS, DEEPEST)
+        last = tl.max(tail, 0)
+        committed = last
+    left = 0
+    if WINDOW:
+        left = _floor(start - WINDOW + 1, KEYS)  # no row stands before start
+    begin, end = tl.maximum(_edge(chunk, FIRST), left), tl.minimum(_edge(chunk + 1, FIRST), last)
+    states = line.to(tl.int64) * (chunks + 1)
+    if place < tails:
+        i = place
+        own = start + tl.load(depths + b * depths_b + i).to(tl.int32)
+        _fold_tail(
+            query, keys, values, paths, peak_io, total_io, acc_io, (states + chunks) * (n * G) + i * G,
+            i, b, head, start, own, n,
+            SCALE, G, KV, HD, HDP, TAIL_ROWS, TAIL_KEYS, KEYS, DEEPEST, WINDOW,
+        )  # fmt: skip
+    elif begin < end:
+        _fold_chunk(
+            query, keys, values, depths, ancestors, peak_io, total_io, acc_io, (states + chunk) * (n * G),
+            begin, end, committed, last, row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
+            SCALE, G, KV, HD, HDP, ROWS, KEYS, WINDOW, INSIDE,
+        )  # fmt: skip
+    if WHOLE and ((place < tails) | (begin < end)):
+        full = tl.where(left < last, _chunk_of(tl.maximum(last - 1, 0), FIRST) - _chunk_of(left, FIRST) + 1, 0)
+        tl.debug_barrier()  # this program's state is written before it is announced
+        before = tl.atomic_add(arrived + line, 1, sem="acq_rel")
+        if before == tails + full - 1:
+            tl.store(arrived + line, 0)  # for the next launch
+            for i in range(n):
+                own = i
+                if INSIDE < 2:
+                    own = tl.load(depths + b * depths_b + i).to(tl.int32)
+                _merge(
+                    peak_io, total_io, acc_io, out, i, b, head, start, own, n, chunks,
+                    G, GP, KV, HD, HDP, KEYS, DEEPEST, FIRST, WINDOW, INSIDE, MERGE,
+                )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n", "chunks", "depths_b"])
+def merge_kernel(
+    starts, depths, peak_in, total_in, acc_in, out, n, chunks, depths_b,
+    G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, KEYS: tl.constexpr,
+    DEEPEST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, MERGE: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """The answer of one row and key head."""
+    follow(overlap)
+    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts + b).to(tl.int32)
+    depth = i
+    if INSIDE < 2:
+        depth = tl.load(depths + b * depths_b + i).to(tl.int32)
+    _merge(
+        peak_in, total_in, acc_in, out, i, b, head, start, depth, n, chunks,
+        G, GP, KV, HD, HDP, KEYS, DEEPEST, FIRST, WINDOW, INSIDE, MERGE,
+    )  # fmt: skip

@@ -1,9 +1,11 @@
 """Finds the Triton side of an operator at its first call, so that a machine without triton can import the room."""
 
+import os
 from functools import lru_cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -33,6 +35,22 @@ def jit(name: str) -> ModuleType:
             "the GPU kernels need triton, which is not installed: install it (pip install triton), or use --device cpu",
             param="device",
         ) from error
+
+
+def overlap(device: torch.device) -> dict[str, Any]:
+    """Options of a launch whose kernel begins with `follow`: whether it may be launched before its forerunner is done.
+
+    From compute capability 9.0 on (programmatic dependent launch); the environment's DDTREE_OVERLAP: see `follow`.
+    """
+    wanted = int(os.environ.get("DDTREE_OVERLAP") or 2)
+    if device.type != "cuda" or wanted == 0 or not _overlaps(device):
+        return {"overlap": 0}
+    return {"overlap": wanted, "launch_pdl": True}
+
+
+@lru_cache
+def _overlaps(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 def power_of_two(n: int) -> int:

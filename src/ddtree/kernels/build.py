@@ -6,7 +6,7 @@ from dataclasses import astuple, dataclass
 import torch
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 from ddtree.tree import RoundState
 from ddtree.tree.state import WORD
 
@@ -86,5 +86,6 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
         block=block,
         words=words,
         num_warps=max(block // 128, 1),  # more rows do not fit into the registers of one
+        **overlap(log_q.device),
     )
     state.width = width

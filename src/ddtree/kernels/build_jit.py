@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ddtree.kernels.common_jit import DEAD, order_of, value_of
+from ddtree.kernels.common_jit import DEAD, follow, order_of, value_of
 
 FAR = tl.constexpr(1 << 20)  # the place of a row that is not laid yet
 
@@ -55,8 +55,10 @@ def build(
     ranks,
     block: tl.constexpr,
     words: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """The spine, the best-first tree behind it, the rest of the chain behind that; then the tensors of the rows."""
+    follow(overlap)
     batch = tl.program_id(0).to(tl.int64)
     log_q += batch * drafted * ranks
     candidates += batch * drafted * ranks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 
 
 @dataclass(frozen=True)
@@ -57,6 +57,9 @@ def choose(
         segments,
         block=block,
         num_warps=tiles.warps,
+        **overlap(logits.device),
     )
-    kernels.merge[(batch * rows,)](keys, own, segments, block=power_of_two(segments), num_warps=1)
+    kernels.merge[(batch * rows,)](
+        keys, own, segments, block=power_of_two(segments), num_warps=1, **overlap(logits.device)
+    )
     return own

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ddtree.kernels.common_jit import INTERPRETED, NAN_ORDER, index_in, key_of, order_in, order_of
+from ddtree.kernels.common_jit import INTERPRETED, NAN_ORDER, follow, index_in, key_of, order_in, order_of
 
 NOTHING = tl.constexpr(-2139095041)  # order_of(-inf)
 
@@ -65,8 +65,10 @@ def scan(
     columns,
     segments,
     block: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """The best token of one segment of one row, as a key."""
+    follow(overlap)
     segment, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     column = segment * block + tl.arange(0, block)
     at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row + column
@@ -92,8 +94,9 @@ def scan(
 
 
 @triton.jit(do_not_specialize=["segments"])
-def merge(keys, own, segments, block: tl.constexpr):
+def merge(keys, own, segments, block: tl.constexpr, overlap: tl.constexpr):
     """The best of all segments of one row; -1 where it is NaN or -inf."""
+    follow(overlap)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, block)
     key = tl.load(keys + row * segments + segment, mask=segment < segments, other=-0x8000000000000000)

@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 
 
 def commit(data: Tensor, slot: Tensor, path: Tensor, position: Tensor) -> None:
@@ -21,5 +21,5 @@ def commit(data: Tensor, slot: Tensor, path: Tensor, position: Tensor) -> None:
     batch, m = path.shape
     jit("commit").commit_kernel[(lines, layers, batch)](
         data, slot, path, position, m, length, slots, path.stride(0),
-        LINES=lines, HD=dim, HDP=power_of_two(dim), MP=power_of_two(m),
+        LINES=lines, HD=dim, HDP=power_of_two(dim), MP=power_of_two(m), **overlap(data.device),
     )  # fmt: skip

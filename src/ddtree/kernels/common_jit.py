@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # no GPU: the interpreter knows no libdevice
 NAN_ORDER = tl.constexpr(0x7FFFFFFF)
@@ -40,3 +41,30 @@ def order_in(key):
 def index_in(key):
     """The index that a key was made of."""
     return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def announce(overlap: tl.constexpr):
+    """The first half of `follow`. Between the halves a program may ask for memory to be fetched, and no more."""
+    if overlap == 2:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_forerunner(overlap: tl.constexpr):
+    """The second half of `follow`."""
+    if overlap > 0:
+        gdc_wait()
+    if overlap == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def follow(overlap: tl.constexpr):
+    """A kernel's first line, in every program: wait until the launch before is done, and let the next one be launched.
+
+    overlap: 0: launches are made one after another; 1: wait, then let the next one be launched; 2: the other way round.
+    Every program of a kernel waits before it reads or writes anything, so whatever was launched before is done then.
+    """
+    announce(overlap)
+    await_forerunner(overlap)

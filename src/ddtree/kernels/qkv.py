@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.kernels.attention import AttentionRows
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 
 _HEADS = 8  # heads of a program
 
@@ -65,6 +65,6 @@ def write_heads(
         n, 0 if cache is None else cache.shape[2], depths.stride(0), dim * norms.eps,
         QUERIES=queries, KV=kv, HD=dim, HDP=power_of_two(dim), HEADS=_HEADS,
         NORM_QUERY=norms.query is not None, NORM_KEY=norms.key is not None, BLOCK=rows.depths is None,
-        enable_fp_fusion=False,
+        enable_fp_fusion=False, **overlap(heads.device),
     )  # fmt: skip
     return out if queries else None

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 from ddtree.tree import Proposal
 
 MOST = 32  # ranks
@@ -84,6 +84,7 @@ def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT) -> Selected:
         width=CHUNK,
         per_segment=tiles.segment,
         num_warps=tiles.scan_warps,
+        **overlap(logits.device),
     )
     kernels.merge[(rows,)](
         logits,
@@ -105,5 +106,6 @@ def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT) -> Selected:
         k_block=k_block,
         bitonic=tiles.bitonic,
         num_warps=tiles.merge_warps,
+        **overlap(logits.device),
     )
     return found

@@ -4,7 +4,7 @@
 import triton
 import triton.language as tl
 
-from ddtree.kernels.common_jit import index_in, key_of, order_in, order_of, value_of
+from ddtree.kernels.common_jit import follow, index_in, key_of, order_in, order_of, value_of
 
 NO_KEY = tl.constexpr(-0x8000000000000000)
 
@@ -16,8 +16,21 @@ def _finite(peak):
 
 
 @triton.jit(do_not_specialize=["chunks", "segments"])
-def scan(logits, pitch, maxima, peaks, sums, columns, chunks, segments, width: tl.constexpr, per_segment: tl.constexpr):
+def scan(
+    logits,
+    pitch,
+    maxima,
+    peaks,
+    sums,
+    columns,
+    chunks,
+    segments,
+    width: tl.constexpr,
+    per_segment: tl.constexpr,
+    overlap: tl.constexpr,
+):
     """One segment of one row: the largest of each chunk of `width` columns, and the segment's part of the sum."""
+    follow(overlap)
     segment, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
     chunk = segment * per_segment + tl.arange(0, per_segment)
     column = chunk[:, None] * width + tl.arange(0, width)[None, :]
@@ -65,8 +78,10 @@ def merge(
     k: tl.constexpr,
     k_block: tl.constexpr,
     bitonic: tl.constexpr,
+    overlap: tl.constexpr,
 ):
     """One row: its logsumexp, the k chunks of largest maximum, and the k largest columns of those."""
+    follow(overlap)
     row = tl.program_id(0).to(tl.int64)
     segment = tl.arange(0, segment_block)
     real = segment < segments

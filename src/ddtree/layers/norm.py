@@ -30,17 +30,20 @@ class RMSNorm:
         return torch.mul(x / torch.hypot(length, self.floor), self.scale, out=out)
 
 
-def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, dtype: torch.dtype) -> Tensor:
+def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, dtype: torch.dtype, kept: Tensor | None = None) -> Tensor:
     """Add `delta` to the residual stream, in place, and give its norm: the seam between two halves of a layer.
 
     Args:
         x: [M, H] float32; delta: [M, H] of any float dtype, or None.
+        kept: [M, H] of any float dtype: the stream after the addition is copied there.
     Returns: [M, H] in `dtype`.
     """
     if usable(x.device):
-        return kernels.add_norm(x, delta, norm.scale, norm.squares, dtype)
+        return kernels.add_norm(x, delta, norm.scale, norm.squares, dtype, kept)
     if delta is not None:
         x += delta
+    if kept is not None:
+        kept.copy_(x)
     return norm(x, dtype)
 
 

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree import kernels
 from ddtree.kernels import AttentionRows, locate
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
@@ -160,6 +161,8 @@ class LlamaTarget:
 
     def embed(self, ids: Tensor) -> Tensor:
         """See Target.embed."""
+        if usable(ids.device):
+            return kernels.embed(ids, self.embedding)
         return F.embedding(ids, self.embedding)
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -174,8 +177,7 @@ class LlamaTarget:
         features = x.new_empty(len(x), len(self.feature_layers) * x.shape[1], dtype=dtype)
         delta: Tensor | None = None  # what the layer before adds to x
         for index, layer in enumerate(self.layers):
-            states = add_norm(x, delta, layer.input_norm, dtype)
-            self._tap(index - 1, x, features)
+            states = add_norm(x, delta, layer.input_norm, dtype, self._kept(index - 1, features))
             query = place.project(cache, index, layer.qkv(states), self.heads)
             assert query is not None
             attended = place.attend(cache, index, query, None, False)
@@ -183,15 +185,15 @@ class LlamaTarget:
             delta = layer.down(swiglu(layer.gate_up(states)))
         if last and delta is not None and len(self.layers) - 1 not in self.feature_layers:
             return add_norm(x[-1:].clone(), delta[-1:].contiguous(), self.norm, dtype), features
-        hidden = add_norm(x, delta, self.norm, dtype)
-        self._tap(len(self.layers) - 1, x, features)
+        hidden = add_norm(x, delta, self.norm, dtype, self._kept(len(self.layers) - 1, features))
         return hidden[-1:] if last else hidden, features
 
-    def _tap(self, index: int, x: Tensor, features: Tensor) -> None:
-        """Keep the stream after layer `index`, where a drafter asks for it."""
-        if index in self.feature_layers:
-            size, at = x.shape[1], self.feature_layers.index(index)
-            features[:, at * size : (at + 1) * size] = x
+    def _kept(self, index: int, features: Tensor) -> Tensor | None:
+        """Where the stream after layer `index` is kept, if a drafter asks for it."""
+        if index not in self.feature_layers:
+            return None
+        size, at = self.config.hidden_size, self.feature_layers.index(index)
+        return features[:, at * size : (at + 1) * size]
 
 
 def _padded(rows: Tensor, sizes: list[int], width: int) -> Tensor:
