@@ -166,7 +166,8 @@ class Engine:
         if size >= limit:
             wider = " or serve with a larger --max-model-len" if limit < self.target.spec.max_position else ""
             raise ContextLengthExceeded(
-                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt{wider}",
+                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt"
+                + wider,
                 param="prompt",
             )
         if params.max_tokens is not None and size + params.max_tokens > limit:
