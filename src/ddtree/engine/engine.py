@@ -173,7 +173,7 @@ class Engine:
         if params.max_tokens is not None and size + params.max_tokens > limit:
             raise ContextLengthExceeded(
                 f"the prompt's {size} tokens and max_tokens {params.max_tokens} exceed the context of {limit}:"
-                f" ask for at most {limit - size} tokens",
+                f" ask for at most {limit - size}",
                 param="max_tokens",
             )
         return limit - size if params.max_tokens is None else params.max_tokens

@@ -31,7 +31,7 @@ class Lane:
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""
-        return self.depth > 0 and position <= self.limit
+        return self.depth > 0 and position <= self.limit and self.sampler.drafts
 
 
 @dataclass
@@ -135,12 +135,16 @@ def _build(batch: Batch, candidates: list[list[list[int]]], log_q: list[list[lis
 
 
 def _accept(batch: Batch, logits: Tensor, drafts: Sequence[Draft]) -> Verdict:
-    """Each row's own token, then the longest matching path among the rows that the mode commits."""
+    """Each row's own token, then the longest matching path among the rows that the mode commits.
+
+    A draft without an answer of its own is not accepted: it is the next root, which is asked again then.
+    """
     state, n = batch.state, batch.state.width
     own = _choose(batch, logits, drafts)
+    answered = own >= 0
     shadows = any(lane.mode.shadows for lane in batch.lanes)
-    committed = accept(state.rows, own, batch.depth, state.member[:, :n] if shadows else None)
-    tree = accept(state.rows, own, batch.depth, state.tree[:, :n]) if shadows else None
+    committed = accept(state.rows, own, batch.depth, answered & state.member[:, :n] if shadows else answered)
+    tree = accept(state.rows, own, batch.depth, answered & state.tree[:, :n]) if shadows else None
     return Verdict(committed, tree, logits, drafts)
 
 
