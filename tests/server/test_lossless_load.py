@@ -41,9 +41,11 @@ def mixed(number: int, ends: int, longest: int) -> dict:
         "temperature": chance.choice([0, 0, 0.3, 0.8, 1, 1.7]),
         "seed": chance.choice([number, -number, 2**62 + number]),
         "max_tokens": chance.randrange(1, longest),
-        "speculative": {"mode": chance.choice(MODES), "tree_budget": chance.choice([1, 3, 8, 31]),
-                        "tree_top_k": chance.choice([1, 3, 8]), "tree_spine": chance.choice([0, 0, 2])},
-    }  # fmt: skip
+        "speculative": {"mode": chance.choice(MODES)},
+    }
+    if options["speculative"]["mode"] in ("tree", "shadow-linear"):
+        budget, ranks, spine = chance.choice([1, 3, 8, 31]), chance.choice([1, 3, 8]), chance.choice([0, 0, 2])
+        options["speculative"] |= {"tree_budget": budget, "tree_top_k": ranks, "tree_spine": spine}
     some = {
         "top_p": lambda: chance.choice([0.5, 0.9, 0.99]),
         "top_k": lambda: chance.choice([1, 2, 20]),

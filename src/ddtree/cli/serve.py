@@ -11,7 +11,10 @@ from ddtree.config import EngineConfig, SamplingParams, Speculation
 
 SEED = "Seed of every request that sends none; default: a fresh one for each."
 SERVED = "Name that clients ask for; may be given several times, answers show the first. Default: that of --model."
-API_KEY = "A key that opens /v1 and /reset_prefix_cache; may be given several times. Better as $DDTREE_API_KEY, which no list of processes shows."
+API_KEY = (
+    "A key that opens /v1 and /reset_prefix_cache; may be given several times. "
+    "Better as $DDTREE_API_KEY, which no list of processes shows."
+)
 QUEUE = "Requests that may wait for a slot; more are refused with 429."
 SHUTDOWN = "Seconds that running answers may go on after SIGTERM or the first Ctrl-C; then they are cut, and told so."
 REASONING = "Put what the model thinks into reasoning_content: deepseek_r1 or qwen3. Default: it stays in content."

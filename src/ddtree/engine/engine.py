@@ -170,13 +170,14 @@ class Engine:
         if size >= limit:
             wider = " or serve with a larger --max-model-len" if limit < self.target.spec.max_position else ""
             raise ContextLengthExceeded(
-                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt{wider}",
+                f"the prompt has {size} tokens, and the context holds {limit} with the answer: shorten the prompt"
+                + wider,
                 param="prompt",
             )
         if params.max_tokens is not None and size + params.max_tokens > limit:
             raise ContextLengthExceeded(
                 f"the prompt's {size} tokens and max_tokens {params.max_tokens} exceed the context of {limit}:"
-                f" ask for at most {limit - size} tokens",
+                f" ask for at most {limit - size}",
                 param="max_tokens",
             )
         return limit - size if params.max_tokens is None else params.max_tokens

@@ -31,7 +31,7 @@ class Lane:
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""
-        return self.depth > 0 and position <= self.limit
+        return self.depth > 0 and position <= self.limit and self.sampler.drafts
 
 
 @dataclass

@@ -45,11 +45,16 @@ class Matcher(Protocol):
         """Why nothing is allowed any more, where following the answer failed."""
         ...
 
+    @property
+    def alone(self) -> bool:
+        """It follows the root alone from now on: drafts are of no use."""
+        ...
+
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> Tensor:
         """Which tokens may follow each row, given its own path. Returns: [n, V] bool, True where allowed.
 
         Args: as HostRows has them; row 0 has been committed already.
-        A row whose path breaks the grammar is all False.
+        A row whose path breaks the grammar is all False, and so may be any row but the root: it is to be cut.
         """
         ...
 

@@ -175,6 +175,11 @@ class RowSampler:
         """Why the grammar allows nothing any more; None as long as it works, and without one."""
         return None if self._matcher is None else self._matcher.error
 
+    @property
+    def drafts(self) -> bool:
+        """Whether rows below the root can have answers; once False, it stays so."""
+        return self._matcher is None or not self._matcher.alone
+
     def choose(self, logits: Tensor, rows: HostRows, position: int) -> Tensor:
         """Each row's own token, whatever other rows there are.
 
@@ -182,8 +187,8 @@ class RowSampler:
             logits: [n, V] of any float dtype, raw; not changed.
             rows: n rows.
             position: the root's absolute position; a row at depth d chooses the token at position + d + 1.
-        Returns: [n] int64; -1 for a row that has no answer: its path breaks the grammar, its logits are NaN, or none is
-        above -inf.
+        Returns: [n] int64; -1 for a row that has no answer: its path breaks the grammar or, below the root, cannot be
+        followed; its logits are NaN, or none is above -inf.
         """
         if self.plain:
             return greedy(logits)

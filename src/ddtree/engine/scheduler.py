@@ -292,10 +292,15 @@ class Scheduler:
 
 def _no_answer(request: Request) -> DDTreeError:
     """Why nothing can follow a request's last token."""
-    if request.params.grammar is not None or request.params.logit_bias:
-        why = request.lane.sampler.grammar_error
-        said = f"no token is left that the grammar and logit_bias allow{f' ({why})' if why else ''}: widen them"
+    grammar, biased = request.params.grammar is not None, bool(request.params.logit_bias)
+    if why := request.lane.sampler.grammar_error:
+        said = f"the grammar became too complex on the answer's way ({why}): simplify the schema"
         return InvalidOption(said, param="response_format", code="grammar_dead_end")
+    if grammar or biased:
+        by = " and ".join(["the grammar"] * grammar + ["logit_bias"] * biased)
+        remedy = "forbid fewer tokens by it" if biased else "let the schema allow more"
+        said = f"no token is left that {by} allow{'' if grammar and biased else 's'}: {remedy}"
+        return InvalidOption(said, param="response_format" if grammar else "logit_bias", code="grammar_dead_end")
     return DamagedFile(
         "the model's logits are not numbers: its weights or its configuration are damaged, or overflow in this dtype;"
         " fetch the model again, or try float32"

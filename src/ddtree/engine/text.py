@@ -55,7 +55,7 @@ class Text:
         """Whether the chat template shows the tools it is given."""
         messages = [{"role": "user", "content": "Hi"}]
         try:
-            return self._render(messages) != self._render(messages, tools=[_SAMPLE_TOOL])
+            return self._render(messages, {}) != self._render(messages, {"tools": [_SAMPLE_TOOL]})
         except InvalidOption:  # no template, or one that cannot take tools
             return False
 
@@ -67,7 +67,7 @@ class Text:
     def _own_arguments(self) -> frozenset[str]:
         """Names that `template_kwargs` may not hold: what a template is always given, and what steers its caller."""
         named = inspect.signature(self._tokenizer.apply_chat_template).parameters
-        return frozenset(named) | {"messages", "conversations"}
+        return frozenset(named) | {"messages", "conversations", "self"}
 
     def encode(self, text: str) -> list[int]:
         """Ids of plain text, with the special tokens the tokenizer adds by itself.
@@ -110,18 +110,33 @@ class Text:
                 "add_generation_prompt and continue_final_message exclude each other: turn one of them off",
                 param="continue_final_message",
             )
-        text = self._render(
-            messages,
-            tools=[dict(tool) for tool in tools] if tools else None,
-            add_generation_prompt=add_generation_prompt,
-            continue_final_message=continue_final_message,
-            **(template_kwargs or {}),
-        )
+        own = {
+            "tools": [dict(tool) for tool in tools] if tools else None,
+            "add_generation_prompt": add_generation_prompt,
+            "continue_final_message": continue_final_message,
+        }
+        try:
+            text = self._render(messages, {**own, **(template_kwargs or {})})
+        except InvalidOption as error:
+            if template_kwargs and (said := self._fault_of_arguments(messages, own, error)):
+                raise said from error
+            raise
         _check_encodable(text, "messages")
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         return ids
 
-    def _render(self, messages: Sequence[Mapping[str, Any]], **arguments: Any) -> str:
+    def _fault_of_arguments(
+        self, messages: Sequence[Mapping[str, Any]], own: Mapping[str, Any], error: InvalidOption
+    ) -> InvalidOption | None:
+        """The same error as one about `template_kwargs`, where the template renders without them."""
+        try:
+            self._render(messages, own)
+        except InvalidOption:
+            return None
+        said = f"the chat template refuses these chat_template_kwargs: {error.__cause__}"
+        return InvalidOption(said, param="chat_template_kwargs")
+
+    def _render(self, messages: Sequence[Mapping[str, Any]], arguments: Mapping[str, Any]) -> str:
         if not self._tokenizer.chat_template:
             raise InvalidOption(
                 "this model has no chat template: use plain text (ddtree generate --raw)", param="messages"

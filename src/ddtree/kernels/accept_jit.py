@@ -54,7 +54,8 @@ def accept(
         parent = tl.load(parents + at, mask=real, other=-1)
         token = tl.load(tokens + at, mask=real, other=-1)
         wanted = tl.load(own + batch * pitch_own + tl.maximum(parent, 0), mask=real, other=-1)
-        match = (token == wanted) & (parent >= 0)
+        answer = tl.load(own + batch * pitch_own + row, mask=real, other=-1)
+        match = (token == wanted) & (parent >= 0) & (answer >= 0)
         if has_member:
             match = match & (tl.load(member + at, mask=real, other=0) != 0)
         match = match | (row == 0)

@@ -18,7 +18,8 @@ from ddtree.server.completions import add_completion_route
 from ddtree.server.logprobs import Spelling
 from ddtree.server.operation import add_operation
 from ddtree.server.options import ServerOptions
-from ddtree.server.problems import ApiError, ErrorBody, as_api_error, from_unreadable, from_validation
+from ddtree.server.problems import ApiError, ErrorBody, as_api_error, from_unreadable, from_validation, shorten
+from ddtree.server.reading import BodyRoute
 from ddtree.server.schemas.responses import ModelCard, ModelList
 from ddtree.server.worker import EngineFailed, EngineStopped, EngineWorker, QueueFull
 
@@ -52,6 +53,8 @@ def create_app(engine: "Engine", options: ServerOptions) -> FastAPI:
         responses=refusals,
     )
     app.state.worker = worker
+    app.state.max_model_len = engine.max_model_len
+    app.router.route_class = BodyRoute
     service = Service(engine, worker, options, Spelling(engine.text))
     _add_error_handlers(app)
     _add_model_routes(app, service)
@@ -105,7 +108,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         assert isinstance(error, HTTPException)
         if error.status_code == 400 and error.__cause__ is not None:  # FastAPI's word for JSON that cannot be read
             return answer(from_unreadable(error.__cause__))
-        message = f"{error.detail}: {request.method} {request.url.path}"
+        message = f"{error.detail}: {shorten(request.method)} {shorten(request.url.path)}"
         said = ApiError(message, status=error.status_code, code=NOT_FOUND.get(error.status_code))
         return answer(said, error.headers)
 

@@ -6,7 +6,7 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from ddtree.server.problems import ApiError
+from ddtree.server.problems import ApiError, echo
 
 BODY_SECONDS = 30.0  # from the end of the head to the end of the body
 
@@ -14,7 +14,7 @@ BODY_SECONDS = 30.0  # from the end of the head to the end of the body
 class BodyGuard:
     """ASGI middleware: the app sees a request once its body is whole; larger and slower ones are refused here.
 
-    Raises nothing: refusals are answers in OpenAI's shape, 413 and 408.
+    Raises nothing: refusals are answers in OpenAI's shape, 413, 415 and 408.
     """
 
     def __init__(self, app: ASGIApp, max_bytes: int) -> None:
@@ -55,7 +55,16 @@ async def _read(headers: Headers, receive: Receive, limit: int) -> bytes | None:
         if size > limit:  # a chunked body tells no size beforehand
             raise _too_large(f"at least {size}", limit)
         if not message.get("more_body", False):
+            if size:
+                _check_encoding(headers.get("content-encoding", "identity"))
             return b"".join(parts)
+
+
+def _check_encoding(encoding: str) -> None:
+    """Raises `ApiError` for a compressed body: a small one may hold gigabytes."""
+    if encoding.strip().lower() not in ("", "identity"):
+        said = f"bodies with Content-Encoding {echo(encoding)} are not read: send plain JSON without that header"
+        raise ApiError(said, status=415, code="unsupported_content_encoding")
 
 
 def _too_large(size: str, limit: int) -> ApiError:

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
-from ddtree.errors import ContextLengthExceeded, DDTreeError
+from ddtree.errors import DDTreeError
 from ddtree.server.choices import Choices, Order, Service, unless_gone
 from ddtree.server.deltas import ChatPlan, ChoiceReader
 from ddtree.server.logprobs import chat_logprobs, joined
@@ -44,20 +44,16 @@ def _order(
     engine = service.engine
     plan = ChatPlan(service, body)
     prompt = plan.encode(messages)
-    params = body.sampling(service.options.default_seed, plan.grammar())
     try:
+        params = body.sampling(service.options.default_seed, plan.grammar())
         order = Order([prompt], params, body.speculation(engine.speculation), body.n or 1).check(engine)
     except DDTreeError as error:
-        raise as_api_error(error, prompt="messages") from error
+        raise as_api_error(error, prompt="messages", form=body.form) from error
     return order, plan.reader()
 
 
 def _check_length(service: Service, body: ChatRequest, messages: list[dict[str, Any]]) -> None:
     """Raises `ContextLengthExceeded` for a chat that cannot fit the context, before any work is put into it."""
-    context = service.engine.max_model_len
-    if len(messages) > context:  # templates spend tokens on each message, an empty one too
-        said = f"{len(messages)} messages do not fit the context of {context} tokens: send fewer"
-        raise ContextLengthExceeded(said, param="messages")
     service.check_length(sum(len(message["content"]) for message in messages), "messages")
     if body.tools:
         service.check_length(len(json.dumps(body.plain_tools)), "tools")

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from ddtree.engine import Chunk, Engine
 
 T = TypeVar("T")
+SHOWN_NAMES = 5  # of the served models, in the message about one that is not
 # Tokenizing holds Python's lock, so a text that cannot fit is refused by its length alone. Tokens are rarely longer
 # than 16 characters: a longer text fits only if its tokens average over 32, as in long runs of spaces alone.
 MAX_CHARACTERS_PER_TOKEN = 32
@@ -51,7 +52,10 @@ class Service:
         """Raises `ApiError` for a model that is not served here."""
         names = self.options.served_model_names
         if asked is not None and asked not in names:
-            message = f"the model {echo(asked)} is not served here: ask for {echo(names[0])}, or leave `model` out"
+            shown = [echo(name) for name in names[:SHOWN_NAMES]]
+            more = f" (/v1/models lists all {len(names)})" if len(names) > SHOWN_NAMES else ""
+            known = " or ".join([*([", ".join(shown[:-1])] if shown[1:] else []), shown[-1]])
+            message = f"the model {echo(asked)} is not served here: ask for {known}{more}, or leave `model` out"
             raise ApiError(message, status=404, param="model", code="model_not_found")
 
     def check_length(self, characters: int, param: str) -> None:

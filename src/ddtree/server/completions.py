@@ -5,12 +5,16 @@ from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI, Request, Response
 
+from ddtree.config import Grammar
+from ddtree.errors import DDTreeError
 from ddtree.server.choices import Choices, Order, Service, unless_gone
 from ddtree.server.logprobs import LegacyLogprobs, joined
+from ddtree.server.problems import as_api_error
 from ddtree.server.schemas import CompletionRequest
-from ddtree.server.schemas.common import invalid
+from ddtree.server.schemas.base import invalid
 from ddtree.server.schemas.responses import SUCCESS_TEXT
 from ddtree.server.stream import Head, Reports, respond
+from ddtree.server.tools import ToolPlan, answer_grammar
 
 if TYPE_CHECKING:
     from ddtree.engine import Chunk, Generation
@@ -28,30 +32,38 @@ def add_completion_route(app: FastAPI, service: Service) -> None:
         for prompt in body.prompts:
             if isinstance(prompt, str):
                 service.check_length(len(prompt), "prompt")
-        _check_count(service, len(body.prompts) * (body.n or 1))
+        _check_count(service, len(body.prompts), body.n or 1)
         order, shown = await unless_gone(request, service.worker.in_text_thread(lambda: _order(service, body)))
         choices = Choices.ask(service.worker, order)
         return await respond(request, CompletionWriter(service, body, choices, shown), choices, bool(body.stream))
 
 
-def _check_count(service: Service, answers: int) -> None:
+def _check_count(service: Service, prompts: int, n: int) -> None:
     """Raises `ApiError` for more answers than fit slots and queue at any time: to try again would not help."""
     most = service.worker.stats().slots + service.options.max_queue
-    if answers > most:
-        raise invalid(
-            f"`prompt` times `n` asks for {answers} answers, but this server takes {most}: send fewer", "prompt"
-        )
+    if prompts * n > most:
+        asks = f"`prompt` times `n` asks for {prompts * n} answers" if prompts > 1 else f"`n` asks for {n} answers"
+        said = f"{asks}, but this server takes at most {most}: ask for fewer"
+        raise invalid(said, "prompt" if prompts > 1 else "n")
 
 
 def _order(service: Service, body: CompletionRequest) -> tuple[Order, list[str]]:
     """What the engine is asked for; and the text of each prompt, where answers are to begin with it."""
     engine, text = service.engine, service.engine.text
     ids = [text.encode(prompt) if isinstance(prompt, str) else prompt for prompt in body.prompts]
-    params = body.sampling(service.options.default_seed)
-    order = Order(ids, params, body.speculation(engine.speculation), body.n or 1).check(engine)
+    try:
+        params = body.sampling(service.options.default_seed, _grammar(body))
+        order = Order(ids, params, body.speculation(engine.speculation), body.n or 1).check(engine)
+    except DDTreeError as error:
+        raise as_api_error(error, form=body.form) from error
     if not body.echo:
         return order, []
     return order, [prompt if isinstance(prompt, str) else text.decode(prompt) for prompt in body.prompts]
+
+
+def _grammar(body: CompletionRequest) -> Grammar | None:
+    """What the answers must follow."""
+    return answer_grammar(ToolPlan(), body.plain_format, structure=body.plain_structure)
 
 
 class CompletionWriter:

@@ -42,9 +42,10 @@ class ChoiceReader:
 
     @property
     def finish_reason(self) -> str:
-        """OpenAI's, after the last chunk: `tool_calls` where the answer came to its own end with calls."""
+        """OpenAI's, after the last chunk: `tool_calls` where it came to its own end with calls, none of them cut."""
         reason = self.generation.finish_reason
-        return "tool_calls" if self._called and reason == "stop" else reason
+        whole = self._called and self._tools is not None and not self._tools.cut
+        return "tool_calls" if whole and reason == "stop" else reason
 
     def push(self, chunk: "Chunk") -> dict[str, Any]:
         """The one delta that a chunk becomes; empty where it shows nothing yet."""
@@ -127,7 +128,7 @@ class ChatPlan:
 
     def grammar(self) -> Grammar | None:
         """What the answers must follow. After `encode`. Raises `InvalidOption` for a schema that cannot be enforced."""
-        return answer_grammar(self._tools, self._body.plain_format, self._opened)
+        return answer_grammar(self._tools, self._body.plain_format, self._opened, self._body.plain_structure)
 
     def reader(self) -> Callable[[], ChoiceReader]:
         """Makes the reader of a choice. After `encode`."""

@@ -18,6 +18,9 @@ ITEMS = {  # what the lists of a body hold
     "tools": "tool",
     "stop_token_ids": "id",
     "logit_bias": "id",
+    "chat_template_kwargs": "argument",
+    "metadata": "pair",
+    "choice": "choice",
 }
 # Fields of a body by the engine's names of them.
 FIELDS = {
@@ -25,7 +28,6 @@ FIELDS = {
     "tree_budget": "speculative.tree_budget",
     "tree_top_k": "speculative.tree_top_k",
     "tree_spine": "speculative.tree_spine",
-    "grammar": "response_format",
 }
 
 
@@ -70,16 +72,17 @@ class ApiError(Exception):
         return ErrorBody(error=self.detail).model_dump()
 
 
-def as_api_error(error: Exception, prompt: str = "prompt") -> ApiError:
+def as_api_error(error: Exception, prompt: str = "prompt", form: str = "response_format") -> ApiError:
     """Translates what the engine, its worker or a bug raised. Messages of bugs stay in the server's log.
 
-    prompt: the field that the engine's prompt was made of.
+    prompt, form: the fields that the engine's prompt and grammar were made of.
     """
     match error:
         case ApiError():
             return error
         case DDTreeError():
-            param = prompt if error.param == "prompt" else FIELDS.get(error.param or "", error.param)
+            own = {"prompt": prompt, "grammar": form, "response_format": form}
+            param = own.get(error.param or "") or FIELDS.get(error.param or "", error.param)
             return ApiError(str(error), param=param, code=error.code)
         case QueueFull():
             said = {"kind": "rate_limit_error", "code": "queue_full"}  # the type that OpenAI's clients retry
@@ -100,12 +103,19 @@ def echo(value: object) -> str:
         text = json.dumps(value, ensure_ascii=False, default=repr)
     except RecursionError:
         return "a deeply nested value"
+    return shorten(text.encode(errors="backslashreplace").decode())
+
+
+def shorten(text: str) -> str:
+    """Text as a message may repeat it: cut to `MAX_ECHO` characters."""
     return text if len(text) <= MAX_ECHO else text[: MAX_ECHO - 3] + "..."
 
 
 def from_unreadable(cause: BaseException) -> ApiError:
     """What reading the JSON of a body raised, other than a plain error of syntax."""
     match cause:
+        case ApiError():
+            return cause
         case UnicodeDecodeError():
             said = "the body is not valid UTF-8"
         case RecursionError():
@@ -124,10 +134,6 @@ def from_validation(errors: Sequence[Any]) -> ApiError:
     if kind == "json_invalid":
         return ApiError(f"the body is not JSON: {context.get('error', 'it cannot be read')}", code="invalid_json")
     param = _path((*first["loc"], context["field"]) if "field" in context else first["loc"])
-    if kind == "string_unicode":  # of names alone: half characters in values have a check of their own
-        where = f"`{param}`" if param else "the body"
-        said = f"{where} has an unknown field, whose name {echo(first['input'])} is not valid Unicode"
-        return ApiError(said, param=param or None, code="unknown_parameter")
     if not param:
         return ApiError("the body must be a JSON object, sent with Content-Type: application/json", code="invalid_json")
     if kind == "missing":
@@ -150,8 +156,8 @@ def _said(error: Mapping[str, Any], param: str) -> str:
         return f"must be a JSON object, not {value}"
     if kind == "list_type":
         return f"must be a list, not {value}"
-    said = str(error["msg"]).removeprefix("Value error, ").removeprefix("Input ")
-    return f"{said}, not {value}"
+    before, should, rest = str(error["msg"]).partition("should ")  # "Input should", "String should", ...
+    return f"{should}{rest if should else before}, not {value}"
 
 
 def _path(loc: Sequence[str | int]) -> str:
@@ -162,4 +168,4 @@ def _path(loc: Sequence[str | int]) -> str:
             path += f"[{part}]"
         elif not part.startswith("as "):  # "as ...": the tags of unions in `schemas`
             path += f".{part}" if path else part
-    return path if len(path) <= MAX_ECHO else path[: MAX_ECHO - 3] + "..."
+    return shorten(path)

@@ -115,7 +115,7 @@ class Server(uvicorn.Server):
         if self._draining is None:
             left = self._worker.busy
             answers = f"{left} running answer" + ("s" if left > 1 else "")
-            busy = f": {answers} may take up to {self._seconds:g} s" if left else ""
+            busy = f": {answers} may take up to {self._seconds:g} s (Ctrl-C again ends at once)" if left else ""
             print(f"stopping{busy}", file=sys.stderr, flush=True)
             self._draining = asyncio.create_task(self._worker.stop(self._seconds))
             # It may be done at once: then the first tick ends the server.

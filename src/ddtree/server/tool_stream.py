@@ -70,6 +70,7 @@ class ToolSplitter:
         self._brackets = _Brackets()
         self._deltas: list[Delta] = []
         self._calls: list[dict[str, Any]] = []
+        self.cut = False  # after `flush`: the answer ended inside a call, before its arguments did
 
     @property
     def calls(self) -> list[dict[str, Any]]:
@@ -88,8 +89,11 @@ class ToolSplitter:
 
         Where a limit cut the marker behind complete arguments, its beginning is no part of the message.
         """
+        self.cut = self._state in (self._head, self._arguments)
         if self._state == self._head:
+            calls = len(self._calls)
             self._block(self._held, "")
+            self.cut = len(self._calls) == calls  # a whole object, of which only the marker behind it is missing
         elif self._state == self._tail:
             self._surplus(self._held[: len(self._held) - begun(self._held, CALL_END)])
         elif self._state == self._arguments:

@@ -11,6 +11,7 @@ from typing import Any
 from ddtree.config import Grammar
 from ddtree.engine.grammar import check_schema, schema_text
 from ddtree.errors import InvalidOption
+from ddtree.server.structure import form_rule, format_grammar, structure_grammar
 
 CALL, CALL_END = "<tool_call>", "</tool_call>"
 _NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
@@ -144,7 +145,10 @@ def _as_text(message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def answer_grammar(
-    plan: ToolPlan, response_format: Mapping[str, Any] | None = None, opened: bool | None = None
+    plan: ToolPlan,
+    response_format: Mapping[str, Any] | None = None,
+    opened: bool | None = None,
+    structure: Mapping[str, Any] | None = None,
 ) -> Grammar | None:
     """The grammar of an answer; None where it is free.
 
@@ -156,22 +160,24 @@ def answer_grammar(
         response_format: OpenAI's, as plain JSON. Schemas are enforced, strict or not.
         opened: of a model that thinks, whether its answer begins inside the thinking part (`begins_inside`); None:
             the model does not think, or it is not told apart.
+        structure: vLLM's structured_outputs, one of its fields with its value; in place of a response format.
     Raises InvalidOption (code invalid_grammar) naming the schema and the part of it that cannot be enforced. Reading a
     large schema takes up to seconds: not for a thread that others wait for.
     """
-    form = _format_schema(response_format)
+    form = format_grammar(response_format) if structure is None else structure_grammar(structure)
     if plan.choice == "none" and form is None:
         return None
     if plan.choice == "none" and opened is None:
-        return Grammar("json_schema", json.dumps(form))
+        return form
     rules = [_SPACE]
     if plan.choice == "none":
-        rules += ["body: form", f"form: %json {schema_text(form)}"]
+        assert form is not None
+        rules += ["body: form", form_rule(form)]
     elif plan.choice == "required":
         rules += [f"body: call{'' if plan.single else ' (WS? call)*'}", *_call_rules(plan)]
     elif form is not None:
         rules += [f"body: form | call{'' if plan.single else ' (WS? call)*'}", *_call_rules(plan)]
-        rules.append(f"form: %json {schema_text(form)}")
+        rules.append(form_rule(form))
     elif plan.strict:
         rules += ["body: FREE | " + ("head rest" if plan.single else "(head rest)+ FREE"), *_call_rules(plan)]
         rules += ["head[lazy]: HEAD", f"HEAD: {_free(opened, CALL)}", f"FREE: {_free(opened)}"]
@@ -222,22 +228,4 @@ def _parameters(function: Mapping[str, Any], plan: ToolPlan) -> Mapping[str, Any
         raise InvalidOption(said, param="tools", code="invalid_grammar")
     schema = {**parameters, "type": "object"}
     check_schema(schema, "tools", where)
-    return schema
-
-
-def _format_schema(response_format: Mapping[str, Any] | None) -> Mapping[str, Any] | None:
-    """The schema that a response format asks for, checked; None for text."""
-    kind = "text" if response_format is None else response_format.get("type")
-    if response_format is None or kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise InvalidOption(
-            f"response_format type {kind!r} is none of text, json_object, json_schema", param="response_format"
-        )
-    schema = (response_format.get("json_schema") or {}).get("schema")
-    if not isinstance(schema, dict):
-        raise InvalidOption("response_format of type json_schema needs json_schema.schema", param="response_format")
-    check_schema(schema, "response_format", "the schema of response_format")
     return schema

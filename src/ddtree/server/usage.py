@@ -49,12 +49,16 @@ def speculation(generation: "Generation") -> dict[str, Any]:
     shadow = generation.shadow
     block = {
         "mode": generation.mode,
-        "acceptance_length": generation.acceptance_length,
+        "acceptance_length": _rounded(generation.acceptance_length, 4),
         "rounds": generation.rounds,
-        "tok_s": generation.tok_s,
+        "tok_s": _rounded(generation.tok_s, 2),
         "shadow": None if shadow is None else _finite(dataclasses.asdict(shadow)),
     }
     return _finite(block)
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)
 
 
 def metrics(generations: "Sequence[Generation]") -> dict[str, Any]:

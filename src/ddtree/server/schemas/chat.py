@@ -3,19 +3,13 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Discriminator, Field, Tag, model_validator
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from ddtree.config import MAX_LOGPROBS
-from ddtree.server.schemas.common import (
-    NEUTRAL_COMMON,
-    WHOLE,
-    CompletionFields,
-    Strict,
-    Text,
-    encodable,
-    invalid,
-    without_neutral,
-)
+from ddtree.server.problems import ApiError, echo
+from ddtree.server.schemas.base import WHOLE, Strict, Text, encodable, invalid, without_neutral
+from ddtree.server.schemas.common import MAX_TOKENS, NEUTRAL_COMMON, CompletionFields
+from ddtree.server.schemas.json_schema import fault_of
 from ddtree.server.schemas.messages import Message
 
 NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
@@ -27,12 +21,10 @@ NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     "modalities": (["text"],),
     "audio": (),
     "prediction": (),
-    "reasoning_effort": (),
     "verbosity": (),
     "web_search_options": (),
     "service_tier": ("auto", "default"),
     "store": (False,),
-    "metadata": ({},),
     "add_special_tokens": (False,),
     "chat_template": (),
     "documents": ([],),
@@ -41,31 +33,7 @@ NEUTRAL_CHAT: Mapping[str, tuple[object, ...]] = {
     "mm_processor_kwargs": (),
 }
 MAX_TOOLS = 128
-
-
-class JsonSchema(Strict):
-    """A schema that the answer must follow."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True, validate_by_alias=True, serialize_by_alias=True)
-
-    name: Text
-    description: Text | None = None
-    definition: dict[str, Any] | None = Field(None, alias="schema")
-    strict: bool | None = None
-
-
-class ResponseFormat(Strict):
-    """What form the answer must have."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-    @model_validator(mode="after")
-    def _check_schema(self) -> "ResponseFormat":
-        if (self.type == "json_schema") != (self.json_schema is not None):
-            said = "`response_format.json_schema` goes with type json_schema, and with no other"
-            raise invalid(said, "response_format.json_schema")
-        return self
+MAX_ARGUMENTS = 128  # of a chat template
 
 
 class Function(Strict):
@@ -106,20 +74,24 @@ Choice = Annotated[
 class ChatRequest(CompletionFields):
     """The body of `POST /v1/chat/completions`."""
 
-    messages: list[Message] = Field(min_length=1)
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = Field(
+    messages: list[Message] = Field(min_length=1, fail_fast=True)  # else each of thousands had its own error
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(
         None, description="left out: up to the end of the context"
     )
-    max_completion_tokens: Annotated[int, Field(ge=1), WHOLE] | None = Field(
+    max_completion_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(
         None, description="today's name of max_tokens"
     )
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS), WHOLE] | None = Field(None, description="needs logprobs")
-    response_format: ResponseFormat | None = None
     tools: list[Tool] | None = Field(None, max_length=MAX_TOOLS)
     tool_choice: Choice | None = None
     parallel_tool_calls: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = Field(None, description="more arguments of the chat template")
+    chat_template_kwargs: dict[str, Any] | None = Field(
+        None, max_length=MAX_ARGUMENTS, description="more arguments of the chat template"
+    )
+    reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = Field(
+        None, description="how much to think: an argument of the chat template, which may not read it"
+    )
     add_generation_prompt: bool | None = Field(None, description="left out: true, unless the last message goes on")
     continue_final_message: bool | None = Field(None, description="go on with the last message, an assistant's")
     # Labels for the operator's own records, as `user`; by their definition they change no answer.
@@ -130,7 +102,7 @@ class ChatRequest(CompletionFields):
     @classmethod
     def _refuse_features(cls, body: Any) -> Any:
         if isinstance(body, dict):
-            for name in ("tools", "response_format", "chat_template_kwargs"):
+            for name in ("tools", "chat_template_kwargs"):
                 encodable(body.get(name), name)
         return without_neutral(body, NEUTRAL_CHAT)
 
@@ -143,6 +115,12 @@ class ChatRequest(CompletionFields):
             )
         if self.top_logprobs and not self.logprobs:
             raise invalid("`top_logprobs` needs `logprobs`: true", "top_logprobs")
+        more = self.chat_template_kwargs or {}
+        if self.reasoning_effort is not None and more.get("reasoning_effort", self.reasoning_effort) != (
+            self.reasoning_effort
+        ):
+            said = "`reasoning_effort` and that of `chat_template_kwargs` differ: send one of them"
+            raise invalid(said, "reasoning_effort")
         self._check_tools()
         self._check_end()
         return self
@@ -153,6 +131,19 @@ class ChatRequest(CompletionFields):
             raise invalid("`parallel_tool_calls` needs `tools`", "parallel_tool_calls")
         if len(set(names)) < len(names):
             raise invalid("`tools` holds two functions of one name: rename one", "tools")
+        for number, tool in enumerate(self.tools or ()):
+            self._check_parameters(tool.function.parameters, f"tools[{number}].function.parameters")
+
+    def _check_parameters(self, parameters: dict[str, Any] | None, param: str) -> None:
+        if parameters is None:
+            return
+        if parameters.get("type", "object") != "object":
+            said = f"`{param}` must be a schema of type object, not {echo(parameters['type'])}"
+        elif fault := fault_of(parameters):
+            said = f"`{param}` is no JSON schema: {fault}"
+        else:
+            return
+        raise ApiError(said, param=param, code="invalid_grammar")
 
     def _check_end(self) -> None:
         if not self.continue_final_message:
@@ -183,13 +174,6 @@ class ChatRequest(CompletionFields):
         """The tool choice as JSON."""
         return self.tool_choice.model_dump() if isinstance(self.tool_choice, NamedTool) else self.tool_choice
 
-    @property
-    def plain_format(self) -> dict[str, Any] | None:
-        """The response format as JSON, without what was left out."""
-        return (
-            None if self.response_format is None else self.response_format.model_dump(exclude_none=True, by_alias=True)
-        )
-
     def for_template(self) -> list[dict[str, Any]]:
         """The messages as chat templates take them. Raises `ApiError`."""
         return [message.for_template(index) for index, message in enumerate(self.messages)]
@@ -197,8 +181,9 @@ class ChatRequest(CompletionFields):
     def template_options(self) -> dict[str, Any]:
         """What `Text.chat` is called with beside messages and tools: only what differs from its defaults."""
         options: dict[str, Any] = {}
-        if self.chat_template_kwargs:
-            options["template_kwargs"] = self.chat_template_kwargs
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        if more := {**effort, **(self.chat_template_kwargs or {})}:
+            options["template_kwargs"] = more
         if self.add_generation_prompt is False or self.continue_final_message:
             options["add_generation_prompt"] = False
         if self.continue_final_message:

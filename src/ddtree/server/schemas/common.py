@@ -1,15 +1,13 @@
-"""What request bodies share: strict reading, fields of features that are not here, sampling, stops, speculation.
+"""What request bodies share: fields of features that are not here, sampling, stops, forms, speculation.
 
 Every field either does what OpenAI's (or vLLM's) documentation says of it, or the request is refused: none is
 accepted and ignored. Fields of features that are not here are accepted at the one value that asks for nothing.
 """
 
-import math
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Discriminator, Field, Tag, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import Field, model_validator
 
 from ddtree.config import (
     MAX_BIAS,
@@ -24,12 +22,18 @@ from ddtree.config import (
     SamplingParams,
     Speculation,
 )
-from ddtree.server.problems import ApiError, echo
+from ddtree.engine.modes import MODES as ENGINE_MODES
+from ddtree.server.problems import echo
+from ddtree.server.schemas.base import WHOLE, Stop, Strict, Text, TokenId, invalid, without_neutral
+from ddtree.server.schemas.forms import ResponseFormat, StructuredOutputs
 
+MAX_TOKENS = 2**31 - 1  # beyond any context; a number of 300 digits would fill the message about it
+MAX_PAIRS, MAX_KEY, MAX_LABEL = 16, 64, 512  # of `metadata`, as the OpenAI API has it
 MAX_CHOICES = 128  # answers that one request may ask for: its prompts times `n`
 MAX_STOP_IDS = 64
 MAX_BIASED = 1024  # token ids that a request may move
 TOKEN_ID_DIGITS = 10
+TREE_OPTIONS = ("tree_budget", "tree_top_k", "tree_spine")
 NEUTRAL_STREAM: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
 # Values that ask for nothing, of fields that OpenAI or vLLM know for both kinds of completion and this server does
 # not do. null always is one.
@@ -47,93 +51,11 @@ NEUTRAL_COMMON: Mapping[str, tuple[object, ...]] = {
     "guided_regex": (),
     "guided_choice": (),
     "guided_grammar": (),
-    "structured_outputs": (),
     "return_tokens_as_token_ids": (False,),
     "logits_processors": (),
     "priority": (0,),
     "kv_transfer_params": (),
 }
-
-
-def _same(value: object, neutral: object) -> bool:
-    """Equality that tells 1 from True, as JSON does."""
-    return isinstance(value, bool) == isinstance(neutral, bool) and value == neutral
-
-
-def without_neutral(body: object, table: Mapping[str, tuple[object, ...]], where: str = "") -> object:
-    """`body` without the fields of `table`. Raises `ApiError` for one that asks for something."""
-    if not isinstance(body, dict):
-        return body  # pydantic says what is wrong with it
-    kept = {}
-    for name, value in body.items():
-        if name not in table:
-            kept[name] = value
-        elif value is not None and not any(_same(value, neutral) for neutral in table[name]):
-            remedy = "leave it out" + "".join(f" or send {echo(neutral)}" for neutral in table[name][:1])
-            raise ApiError(
-                f"`{where}{name}` = {echo(value)} is not supported by this server: {remedy}",
-                param=where + name,
-                code="unsupported_parameter",
-            )
-    return kept
-
-
-def field_error(field: str, message: str, value: object) -> PydanticCustomError:
-    """An error about one field of the object that is being read, for `problems.from_validation`."""
-    return PydanticCustomError("field", "{said}", {"said": message, "field": field, "value": value})
-
-
-def invalid(message: str, param: str) -> ApiError:
-    """A refusal of a value, or of fields that contradict each other."""
-    return ApiError(message, param=param, code="invalid_value")
-
-
-class Strict(BaseModel):
-    """No unknown field, and no value of one type read as another."""
-
-    model_config = ConfigDict(extra="forbid", strict=True, frozen=True)
-
-
-def _encodable(text: str) -> str:
-    """JSON can spell half a character (a lone surrogate), which no tokenizer can read."""
-    try:
-        text.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError("should be text without lone surrogates") from error
-    return text
-
-
-def _whole(value: object) -> object:
-    """JSON knows no integers: 2.0 is 2, and some clients write it so."""
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-Text = Annotated[str, AfterValidator(_encodable)]
-WHOLE = BeforeValidator(_whole)  # goes last, so that limits before it stay in the OpenAPI document
-TokenId = Annotated[int, Field(ge=0, lt=2**31), WHOLE]
-Stop = Annotated[
-    Annotated[Text, Tag("as text")] | Annotated[list[Text], Tag("as list"), Field(max_length=MAX_STOPS)],
-    Discriminator(lambda value: "as list" if isinstance(value, list) else "as text"),
-]
-
-
-def encodable(value: object, param: str) -> None:
-    """Raises `ApiError` where free JSON of a body (tools, schemas, template arguments) holds a lone surrogate."""
-    try:
-        stack = [value]
-        while stack:
-            match stack.pop():
-                case str(text):
-                    text.encode()
-                case dict(fields):
-                    stack.extend(fields)
-                    stack.extend(fields.values())
-                case list(items):
-                    stack.extend(items)
-                case float(number) if not math.isfinite(number):
-                    raise invalid(f"`{param}` holds {number}, which is no JSON", param)
-    except UnicodeEncodeError as error:
-        raise invalid(f"`{param}` should be text without lone surrogates", param) from error
 
 
 class StreamOptions(Strict):
@@ -176,8 +98,8 @@ class CompletionFields(Strict):
 
     model: str | None = Field(None, description="a served model's name; left out: the first")
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES), WHOLE] | None = Field(None, description="answers for each prompt")
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = Field(None)
-    min_tokens: Annotated[int, Field(ge=0), WHOLE] | None = Field(
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(None)
+    min_tokens: Annotated[int, Field(ge=0, le=MAX_TOKENS), WHOLE] | None = Field(
         None, description="no end before so many tokens (from vLLM)"
     )
     temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False, description="0: greedy; left out: 1")
@@ -205,6 +127,11 @@ class CompletionFields(Strict):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = Field(None, description="the ids of prompt and answer, too (from vLLM)")
     speculative: SpeculativeOptions | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = Field(None, description="from vLLM")
+    metadata: dict[Annotated[Text, Field(max_length=MAX_KEY)], Annotated[Text, Field(max_length=MAX_LABEL)]] | None = (
+        Field(None, max_length=MAX_PAIRS, description="labels for the operator's own records; they change no answer")
+    )
     user: str | None = Field(None, description="a label for the operator's own records; changes no answer")
 
     @model_validator(mode="after")
@@ -215,6 +142,9 @@ class CompletionFields(Strict):
             if self.stream_options.continuous_usage_stats and not self.stream_options.include_usage:
                 said = "`stream_options.continuous_usage_stats` needs `include_usage`: true"
                 raise invalid(said, "stream_options.continuous_usage_stats")
+        if self.structured_outputs is not None and self.response_format is not None:
+            said = "`structured_outputs` and `response_format` exclude each other: send one of them"
+            raise invalid(said, "structured_outputs")
         if "" in self.stops:
             raise invalid("`stop` strings need at least one character", "stop")
         for name in self.logit_bias or ():
@@ -257,6 +187,23 @@ class CompletionFields(Strict):
         """Whether the request itself asks for `metrics.speculative_decoding`."""
         return self.speculative is not None and bool(self.speculative.metrics)
 
+    @property
+    def plain_format(self) -> dict[str, Any] | None:
+        """The response format as JSON, without what was left out."""
+        return (
+            None if self.response_format is None else self.response_format.model_dump(exclude_none=True, by_alias=True)
+        )
+
+    @property
+    def plain_structure(self) -> dict[str, Any] | None:
+        """What `structured_outputs` asks for: one of its fields with its value."""
+        return None if self.structured_outputs is None else self.structured_outputs.plain
+
+    @property
+    def form(self) -> str:
+        """The field that says what form an answer must have: what a grammar is made of."""
+        return "response_format" if self.structured_outputs is None else "structured_outputs"
+
     def sampling(self, default_seed: int | None, grammar: Grammar | None = None) -> SamplingParams:
         """What the engine is asked for. The temperature is OpenAI's default of 1 where none was sent."""
         return SamplingParams(
@@ -279,11 +226,19 @@ class CompletionFields(Strict):
         )
 
     def speculation(self, default: Speculation) -> Speculation | None:
-        """The server's `default` with what the request overrides; None where it overrides nothing."""
+        """The server's `default` with what the request overrides; None where it overrides nothing.
+
+        Raises `ApiError` for an option that the mode does not read.
+        """
         if self.speculative is None:
             return None
         asked = self.speculative.model_dump(exclude_none=True, exclude={"metrics"})
         if not asked:
             return None
-        own = {name: getattr(default, name) for name in ("mode", "tree_budget", "tree_top_k", "tree_spine")}
+        mode = asked.get("mode", default.mode)
+        for name in TREE_OPTIONS:
+            if name in asked and not ENGINE_MODES[mode].tree:
+                said = f"`speculative.{name}` goes with the modes that draft trees, not with {mode}: leave it out"
+                raise invalid(said, f"speculative.{name}")
+        own = {name: getattr(default, name) for name in ("mode", *TREE_OPTIONS)}
         return Speculation(**{**own, **asked})

@@ -3,18 +3,19 @@
 from collections.abc import Mapping
 from typing import Annotated, Any
 
-from pydantic import Discriminator, Field, Tag, model_validator
-
-from ddtree.server.schemas.common import (
-    MAX_CHOICES,
-    NEUTRAL_COMMON,
-    WHOLE,
-    CompletionFields,
-    Text,
-    TokenId,
-    invalid,
-    without_neutral,
+from pydantic import (
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    ValidatorFunctionWrapHandler,
+    WrapValidator,
+    model_validator,
 )
+from pydantic_core import PydanticCustomError
+
+from ddtree.server.schemas.base import MAX_TOKEN_ID, WHOLE, Text, TokenId, field_error, invalid, without_neutral
+from ddtree.server.schemas.common import MAX_CHOICES, MAX_TOKENS, NEUTRAL_COMMON, CompletionFields
 
 MAX_LEGACY_LOGPROBS = 5  # as OpenAI has it
 DEFAULT_MAX_TOKENS = 16  # OpenAI's default, which vLLM keeps too
@@ -22,10 +23,34 @@ NEUTRAL_COMPLETION: Mapping[str, tuple[object, ...]] = {
     **NEUTRAL_COMMON,
     "suffix": ("",),
     "add_special_tokens": (True,),
-    "response_format": ({"type": "text"},),
     "prompt_embeds": (),
 }
-Ids = Annotated[list[TokenId], Field(min_length=1)]
+
+
+def _check_ids(ids: Any, check: ValidatorFunctionWrapHandler) -> Any:
+    """Thousands of ids one by one take long, so good ones are seen together, and of others the first bad one alone."""
+    if not isinstance(ids, list) or not ids:
+        return check(ids)
+    if set(map(type, ids)) == {int} and min(ids) >= 0 and max(ids) <= MAX_TOKEN_ID:
+        return ids
+    return check(ids[: next((at for at, one in enumerate(ids, 1) if not _is_id(one)), len(ids))])
+
+
+def _is_id(value: object) -> bool:
+    whole = type(value) is int or (isinstance(value, float) and value.is_integer())
+    return whole and 0 <= value <= MAX_TOKEN_ID  # type: ignore[operator]
+
+
+def _check_prompt(prompt: Any) -> Any:
+    """What is of no form at all is told of all of them."""
+    if not isinstance(prompt, str | list):
+        raise PydanticCustomError("prompt_type", "should be text, token ids, or a list of either")
+    if isinstance(prompt, list) and prompt and (prompt[0] is None or isinstance(prompt[0], bool | dict)):
+        raise field_error(0, "should be text, a token id, or a list of token ids", prompt[0])
+    return prompt
+
+
+Ids = Annotated[list[TokenId], Field(min_length=1), WrapValidator(_check_ids)]
 Texts = Annotated[list[Text], Field(min_length=1, max_length=MAX_CHOICES)]
 ManyIds = Annotated[list[Ids], Field(min_length=1, max_length=MAX_CHOICES)]
 
@@ -35,7 +60,7 @@ def _kind(prompt: object) -> str:
     if isinstance(prompt, list):
         if isinstance(first, list):
             return "as lists of ids"
-        return "as ids" if isinstance(first, int) and not isinstance(first, bool) else "as texts"
+        return "as ids" if isinstance(first, int | float) else "as texts"
     return "as text"
 
 
@@ -45,6 +70,7 @@ Prompt = Annotated[
     | Annotated[Ids, Tag("as ids")]
     | Annotated[ManyIds, Tag("as lists of ids")],
     Discriminator(_kind),
+    BeforeValidator(_check_prompt),
 ]
 
 
@@ -52,7 +78,9 @@ class CompletionRequest(CompletionFields):
     """The body of `POST /v1/completions`."""
 
     prompt: Prompt = Field(description="text, token ids, or a list of either")
-    max_tokens: Annotated[int, Field(ge=1), WHOLE] | None = Field(None, description=f"left out: {DEFAULT_MAX_TOKENS}")
+    max_tokens: Annotated[int, Field(ge=1, le=MAX_TOKENS), WHOLE] | None = Field(
+        None, description=f"left out: {DEFAULT_MAX_TOKENS}"
+    )
     logprobs: Annotated[int, Field(ge=0, le=MAX_LEGACY_LOGPROBS), WHOLE] | None = Field(
         None, description="likely tokens at each place"
     )
@@ -79,7 +107,7 @@ class CompletionRequest(CompletionFields):
             said = (
                 f"`prompt` times `n` asks for {answers} answers, but a request gets at most {MAX_CHOICES}: send fewer"
             )
-            raise invalid(said, "prompt")
+            raise invalid(said, "prompt" if len(self.prompts) > 1 else "n")
         return self
 
     @property

@@ -8,7 +8,7 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag, model_validator
 from pydantic_core import PydanticCustomError
 
 from ddtree.server.problems import ApiError, echo
-from ddtree.server.schemas.common import Strict, Text, encodable, field_error, invalid, without_neutral
+from ddtree.server.schemas.base import Strict, Text, encodable, field_error, invalid, without_neutral
 
 # As in `common`, for the fields of a message: clients send back whole the message objects that they were given.
 NEUTRAL_MESSAGE: Mapping[str, tuple[object, ...]] = {
@@ -36,7 +36,7 @@ class TextPart(Strict):
         return part
 
 
-Parts = Annotated[list[TextPart], Field(min_length=1)]
+Parts = Annotated[list[TextPart], Field(min_length=1, fail_fast=True)]
 Content = Annotated[
     Annotated[Text, Tag("as text")] | Annotated[Parts, Tag("as parts")],
     Discriminator(lambda value: "as parts" if isinstance(value, list) else "as text"),
@@ -119,7 +119,7 @@ class ToolMessage(_Said):
 
     role: Literal["tool"]
     name: Text | None = None
-    tool_call_id: Text | None = None
+    tool_call_id: Text  # as OpenAI wants it: which call this answers
 
     @model_validator(mode="before")
     @classmethod
@@ -128,9 +128,9 @@ class ToolMessage(_Said):
         return without_neutral(message, table, "messages.")
 
     def for_template(self, index: int) -> dict[str, Any]:
-        """With the call's id and the tool's name, where they were sent."""
-        more = {"name": self.name, "tool_call_id": self.tool_call_id}
-        return {**super().for_template(index), **{key: value for key, value in more.items() if value is not None}}
+        """With the call's id, and the tool's name where it was sent."""
+        message = {**super().for_template(index), "tool_call_id": self.tool_call_id}
+        return message if self.name is None else {**message, "name": self.name}
 
 
 class AssistantMessage(_Message):
@@ -138,7 +138,7 @@ class AssistantMessage(_Message):
 
     role: Literal["assistant"]
     content: Content | None = None
-    tool_calls: list[CalledTool] | None = None
+    tool_calls: Annotated[list[CalledTool], Field(fail_fast=True)] | None = None
     reasoning_content: Text | None = None
     reasoning: Text | None = None
 
