@@ -10,7 +10,7 @@ from ddtree.threads import share_cores
 
 share_cores()  # before torch is imported
 
-import torch
+import torch  # noqa: E402
 
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run in its interpreter, on the CPU

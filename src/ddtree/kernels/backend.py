@@ -40,9 +40,8 @@ def jit(name: str) -> ModuleType:
 def overlap(device: torch.device) -> dict[str, Any]:
     """Options of a launch whose kernel begins with `follow`: whether it may be launched before its forerunner is done.
 
-    From compute capability 9.0 on (programmatic dependent launch), where the environment's DDTREE_OVERLAP asks for it: 1
-    or 2, see `follow`. Off by default: with products between the kernels that do not take part it gains nothing
-    (docs/log.md).
+    From compute capability 9.0 on (programmatic dependent launch), where the environment's DDTREE_OVERLAP asks for it:
+    1 or 2, see `follow`. Off by default: with products in between that do not take part it gains nothing (docs/log.md).
     """
     wanted = int(os.environ.get("DDTREE_OVERLAP") or 0)
     if device.type != "cuda" or wanted == 0 or not _overlaps(device):
