@@ -9,6 +9,11 @@ import pytest
 from ddtree.threads import share_cores
 
 share_cores()  # before torch is imported
+
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # before triton is imported: kernels run in its interpreter, on the CPU
 os.environ["HF_HUB_OFFLINE"] = "1"  # before huggingface_hub is imported: no test asks a hub for anything
 
 
@@ -41,8 +46,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for tiny models: with more, threads wait for each other longer than they compute."""
-    import torch
-
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield

@@ -174,6 +174,7 @@ class EngineConfig:
     max_running_requests: int = 8  # sequences that share a round, and slots that keep a finished one's context
     max_tree_budget: int | None = None  # the largest a request may ask for; None: 64, or speculation's own if larger
     prefill_chunk: int | None = None  # rows of one prefill forward; None: 128 on a CPU, 1024 on a GPU
+    cuda_graphs: bool = True  # on a GPU, rounds as CUDA graphs; off: the same kernels, launched one by one
     prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
 
     def __post_init__(self) -> None:

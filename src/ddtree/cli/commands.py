@@ -33,6 +33,7 @@ def generate(
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
+    cuda_graphs: opt.CudaGraphs = "on",
     max_tokens: opt.MaxTokens = GENERATE_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
     seed: Annotated[int | None, typer.Option("--seed", help=SEED_GENERATE)] = None,
@@ -46,7 +47,8 @@ def generate(
 ) -> None:
     """Answer one prompt, and print the text as it comes."""
     speculation = Speculation(mode, tree_budget, tree_top_k, tree_spine)
-    config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len)
+    graphs = opt.switched_on("cuda_graphs", cuda_graphs)
+    config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt, raw)
     engine = load_engine(config)
@@ -96,6 +98,7 @@ def bench(
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
+    cuda_graphs: opt.CudaGraphs = "on",
     limit: Annotated[int | None, typer.Option("--limit", help="Take only the first prompts of the suite.")] = None,
     max_tokens: opt.MaxTokens = BENCH_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
@@ -115,7 +118,10 @@ def bench(
     # The engine is loaded for a mode that drafts, if any does: so a missing drafter is told before the run, not in it.
     first = next((variant for variant in plan.variants.values() if variant.mode != "ar"), Speculation("ar"))
     # Without reuse: every variant answers the same prompts, and the first would pay the prefill of all.
-    config = EngineConfig(model, drafter, first, device, dtype, max_model_len, prefix_caching=False)
+    graphs = opt.switched_on("cuda_graphs", cuda_graphs)
+    config = EngineConfig(
+        model, drafter, first, device, dtype, max_model_len, cuda_graphs=graphs, prefix_caching=False
+    )  # fmt: skip
     _check_writable(output)
     from tqdm import tqdm
 

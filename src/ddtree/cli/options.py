@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from ddtree.config import DTYPES, MAX_TREE_BUDGET, MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.errors import InvalidOption
 
 SPECULATION = Speculation()
 ENGINE = EngineConfig()
@@ -61,5 +62,18 @@ PrefixCaching = Annotated[
     bool,
     typer.Option("--prefix-caching/--no-prefix-caching", help="Reuse the begin of earlier prompts and answers."),
 ]
+CudaGraphs = Annotated[
+    str,
+    typer.Option(
+        "--cuda-graphs", help="on: rounds on a GPU as CUDA graphs; off: the same kernels, launched one by one."
+    ),
+]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token every time.")]
+
+
+def switched_on(name: str, value: str) -> bool:
+    """What "on" and "off" mean. Raises InvalidOption for anything else."""
+    if value not in ("on", "off"):
+        raise InvalidOption(f"{name} must be on or off, not {value!r}", param=name)
+    return value == "on"

@@ -37,6 +37,7 @@ def serve(
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
+    cuda_graphs: opt.CudaGraphs = "on",
     max_running_requests: opt.MaxRunningRequests = opt.ENGINE.max_running_requests,
     chunked_prefill_size: opt.ChunkedPrefillSize = opt.ENGINE.prefill_chunk,
     prefix_caching: opt.PrefixCaching = opt.ENGINE.prefix_caching,
@@ -74,6 +75,7 @@ def serve(
         max_tree_budget=max_tree_budget,
         prefill_chunk=chunked_prefill_size,
         prefix_caching=prefix_caching,
+        cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
     )  # fmt: skip
     SamplingParams(seed=seed)  # a seed out of range is refused before anything large loads
     with interrupts_end_at_once():

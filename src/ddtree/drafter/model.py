@@ -8,11 +8,26 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree import kernels
 from ddtree.drafter.config import DrafterConfig
-from ddtree.layers import KVCache, Linear, RMSNorm, Rope, Segment, attend_segments, attention_mask, interleave
+from ddtree.kernels import AttentionRows
+from ddtree.kernels.backend import usable
+from ddtree.layers import (
+    DevicePlace,
+    Heads,
+    HostPlace,
+    KVCache,
+    Linear,
+    Place,
+    RMSNorm,
+    Rope,
+    Workspaces,
+    add_norm,
+    interleave,
+    swiglu,
+)
 from ddtree.layers.fields import read_config
 from ddtree.layers.weights import Weights, open_weights
 
@@ -22,6 +37,7 @@ class _Layer:
     input_norm: RMSNorm
     query: Linear
     key_value: Linear  # one projection for context features and block states alike
+    joint: Linear | None  # query and key_value in one, for a block; the same memory
     query_norm: RMSNorm
     key_norm: RMSNorm
     out: Linear
@@ -53,6 +69,9 @@ class DFlashDrafter:
         self.dtype, self.device = self.fuse.weight.dtype, weights("norm.weight", c.hidden_size).device
         self.rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, self.device)
         self.layers = [self._load_layer(f"layers.{i}.", weights) for i in range(c.num_layers)]
+        self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
+        self._work = Workspaces()
+        self._blocks: dict[int, Tensor] = {}  # the ids of B blocks, the first of each written anew
 
     @classmethod
     def load(
@@ -77,13 +96,14 @@ class DFlashDrafter:
         c = self.config
         rows = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
 
-        def projection(parts: str) -> Linear:
-            names = [(p, f"{at}self_attn.{p}_proj.") for p in parts]
-            weight = [_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in names]
-            bias = None
-            if c.attention_bias:
-                bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in names])
-            return Linear(torch.cat(weight), bias)
+        parts = [(p, f"{at}self_attn.{p}_proj.") for p in "qkv"]
+        weight = torch.cat([_paired(p, weights(f"{n}weight", rows[p], c.hidden_size), c.head_dim) for p, n in parts])
+        bias = None
+        if c.attention_bias:
+            bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in parts])
+
+        def projection(part: slice) -> Linear:
+            return Linear(weight[part], None if bias is None else bias[part])
 
         def norm(name: str, size: int) -> RMSNorm:
             return RMSNorm(weights(f"{at}{name}.weight", size), c.rms_norm_eps)
@@ -95,8 +115,9 @@ class DFlashDrafter:
         gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
         return _Layer(
             input_norm=norm("input_layernorm", c.hidden_size),
-            query=projection("q"),
-            key_value=projection("kv"),
+            query=projection(slice(rows["q"])),
+            key_value=projection(slice(rows["q"], None)),
+            joint=projection(slice(None)) if usable(weight.device) else None,
             query_norm=head_norm("q_norm"),
             key_norm=head_norm("k_norm"),
             out=Linear(
@@ -114,15 +135,17 @@ class DFlashDrafter:
         return KVCache.allocate(c.num_layers, slots, length, c.num_kv_heads, c.head_dim, self.dtype, self.device)
 
     def append(self, cache: KVCache, features: Tensor, position: Tensor, counts: Sequence[int] | None = None) -> None:
-        """See Drafter.append."""
+        """See Drafter.append. On a GPU all M are computed; what lies behind `counts` is scratch there."""
         batch, longest, _ = features.shape
-        counts = counts or [longest] * batch
-        segments = cache.segments(position.tolist(), counts)
-        new = torch.cat([features[b, :count] for b, count in enumerate(counts)])  # [M, taps * H]
-        fused = self.context_norm(self.fuse(new).float(), self.dtype)  # [M, H]
-        turns = self._turns(segments)
+        if usable(features.device):
+            new, place = features.flatten(0, 1), self._device_place(cache, batch, longest, position, attends=False)
+        else:
+            counts = counts or [longest] * batch
+            new = torch.cat([features[b, :count] for b, count in enumerate(counts)])  # [M, taps * H]
+            place = self._host_place(cache, position, counts)
+        fused = self._fused(new)
         for index, layer in enumerate(self.layers):
-            cache.write(index, segments, self._key_value(layer, fused, turns))
+            place.project(cache, index, layer.key_value(fused), self._heads(layer, queries=False, kv=True))
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
         """See Drafter.propose; depths is at most block_size - 1.
@@ -130,51 +153,66 @@ class DFlashDrafter:
         The whole block is computed, as the drafter was trained; only the head is spared the depths that no tree of the
         budget can reach.
         """
-        c = self.config
+        c, dtype = self.config, self.dtype
         batch, block = root.shape[0], c.block_size
-        ids = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
+        if batch not in self._blocks:
+            self._blocks[batch] = torch.full((batch, block), c.mask_token_id, dtype=torch.int64, device=self.device)
+        ids = self._blocks[batch]
         ids[:, 0] = root
-        x = self._embed(ids).flatten(0, 1).float() * c.input_embedding_scale  # [B * b, H]
-        segments = cache.segments(position.tolist(), [block] * batch)
-        turns, masks = self._turns(segments), self._masks(segments)
+        x = self._embed(ids).flatten(0, 1).float()  # [B * b, H], the residual stream
+        if c.input_embedding_scale != 1.0:
+            x *= c.input_embedding_scale
+        if usable(self.device):
+            place: Place = self._device_place(cache, batch, block, position, attends=True)
+        else:
+            place = self._host_place(cache, position, [block] * batch)
+        delta: Tensor | None = None
         for index, layer in enumerate(self.layers):
-            states = layer.input_norm(x, self.dtype)
-            cache.write(index, segments, self._key_value(layer, states, turns))
-            query = layer.query_norm(layer.query(states).float().unflatten(-1, (-1, c.head_dim)), torch.float32)
-            self.rope.apply_(query, turns)
-            mask = masks[c.windows[index], c.causal[index]]
-            x = x + layer.out(attend_segments(query.to(self.dtype), cache, index, segments, mask))
-            gate, up = layer.gate_up(layer.mlp_norm(x, self.dtype)).chunk(2, -1)
-            x = x + layer.down(F.silu(gate) * up)
-        slots = x.unflatten(0, (batch, block))[:, 1 : depths + 1].flatten(0, 1)
-        return self._logits(self.norm(slots, self.dtype)).unflatten(0, (batch, depths))
+            states = add_norm(x, delta, layer.input_norm, dtype)
+            query = self._project(place, cache, index, states)
+            attended = place.attend(cache, index, query, c.windows[index], c.causal[index])
+            states = add_norm(x, layer.out(attended), layer.mlp_norm, dtype)
+            delta = layer.down(swiglu(layer.gate_up(states)))
+        hidden = add_norm(x, delta, self.norm, dtype).unflatten(0, (batch, block))
+        return self._logits(hidden[:, 1 : depths + 1].flatten(0, 1)).unflatten(0, (batch, depths))
 
-    def _turns(self, segments: Sequence[Segment]) -> Tensor:
-        """Rotary turns of the segments' rows, which stand at consecutive positions: [M, 1, hd/2] complex64."""
-        return self.rope.turns(torch.cat([torch.arange(s.start, s.span, device=self.device) for s in segments]))
+    def _fused(self, features: Tensor) -> Tensor:
+        """features [M, taps * H] -> [M, H]: what the layers take for the context."""
+        fused = self.fuse(features)
+        if usable(fused.device):
+            return kernels.add_norm(fused, None, self.context_norm.scale, self.context_norm.squares, self.dtype)
+        return self.context_norm(fused.float(), self.dtype)
 
-    def _key_value(self, layer: _Layer, states: Tensor, turns: Tensor) -> Tensor:
-        """states [M, H] -> keys' heads, then values' [M, 2 * kv_heads, hd] float32."""
-        heads = layer.key_value(states).float().unflatten(-1, (-1, self.config.head_dim))
-        keys, values = heads.chunk(2, 1)
-        keys = layer.key_norm(keys, torch.float32)
-        self.rope.apply_(keys, turns)
-        return torch.cat([keys, values], 1)
+    def _project(self, place: Place, cache: KVCache, index: int, states: Tensor) -> Tensor:
+        """The queries of a block's states [M, H]; keys and values go into the cache."""
+        layer = self.layers[index]
+        if layer.joint is not None:
+            query = place.project(cache, index, layer.joint(states), self._heads(layer, queries=True, kv=True))
+        else:
+            place.project(cache, index, layer.key_value(states), self._heads(layer, queries=False, kv=True))
+            query = place.project(None, index, layer.query(states), self._heads(layer, queries=True, kv=False))
+        assert query is not None
+        return query
 
-    def _masks(self, segments: Sequence[Segment]) -> dict[tuple[int | None, bool], list[Tensor | None]]:
-        """Attention masks by kind of layer, one per segment."""
+    def _heads(self, layer: _Layer, *, queries: bool, kv: bool) -> Heads:
         c = self.config
-        block = torch.ones(1, c.block_size, c.block_size, dtype=torch.bool, device=self.device)
-        kinds: set[tuple[int | None, bool]] = set(zip(c.windows, c.causal, strict=True))
-        groups = c.num_heads // c.num_kv_heads
-        starts = torch.tensor([s.start for s in segments], device=self.device)
-        return {
-            (window, causal): [
-                attention_mask(starts[i : i + 1], block.tril() if causal else block, s.span, self.dtype, groups, window)
-                for i, s in enumerate(segments)
-            ]
-            for window, causal in kinds
-        }
+        return Heads(
+            c.num_heads if queries else 0, c.num_kv_heads if kv else 0, c.head_dim, layer.query_norm, layer.key_norm
+        )
+
+    def _host_place(self, cache: KVCache, position: Tensor, sizes: Sequence[int]) -> Place:
+        """Consecutive positions of each sequence, from its own."""
+        segments = cache.segments(position.tolist(), sizes)
+        positions = torch.cat([torch.arange(s.start, s.span, device=self.device) for s in segments])
+        return HostPlace(segments, positions, self.rope, None, self.config.num_heads // self.config.num_kv_heads)
+
+    def _device_place(self, cache: KVCache, batch: int, rows: int, position: Tensor, *, attends: bool) -> Place:
+        c = self.config
+        if self._turns is None or len(self._turns) < cache.length:
+            self._turns = self.rope.turns(torch.arange(cache.length, device=self.device))
+        heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
+        work = self._work.get(batch, rows, heads, cache) if attends else None
+        return DevicePlace(AttentionRows(cache.slot, position), self._turns, work)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)

@@ -18,11 +18,13 @@ from ddtree.engine.output import RequestOutput
 from ddtree.engine.request import Request, draw_seed
 from ddtree.engine.result import Chunk, Generation
 from ddtree.engine.round import Lane
+from ddtree.engine.runner import DeviceRunner, HostRunner
 from ddtree.engine.sampling import RowSampler, check_token_ids
 from ddtree.engine.scheduler import Scheduler
 from ddtree.engine.slots import SlotStore
 from ddtree.engine.text import Text
 from ddtree.errors import ContextLengthExceeded, InvalidOption
+from ddtree.kernels.backend import usable
 from ddtree.layers import packs
 from ddtree.target import LlamaTarget, Target
 
@@ -64,7 +66,8 @@ class Engine:
             target.tap(drafter.config.target_layer_ids)
         self._store = store or self._make_store()
         chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
-        self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching)
+        runner = self._make_runner()
+        self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching, runner)
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -100,6 +103,7 @@ class Engine:
             "dtype": str(spec.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
+            "rounds": self._rounds(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -184,6 +188,18 @@ class Engine:
         from ddtree.engine.grammar import GrammarCompiler
 
         return GrammarCompiler(self.text, self.target.spec.vocab_size, self.target.spec.end_ids)
+
+    def _rounds(self) -> str:
+        """Who runs them: the host, the device by its kernels, or the device as CUDA graphs."""
+        if not usable(self.target.spec.device):
+            return "host"
+        return "graphs" if self.config.cuda_graphs and self.target.spec.device.type == "cuda" else "kernels"
+
+    def _make_runner(self) -> HostRunner | DeviceRunner:
+        """Rounds on the device where its kernels can be used, else laid by the host."""
+        if usable(self.target.spec.device):
+            return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
+        return HostRunner(self.target, self.drafter, self._store)
 
     def _make_store(self) -> SlotStore:
         """Caches for every slot, with room for the rows of the largest round behind the longest context."""

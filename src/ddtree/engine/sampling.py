@@ -155,8 +155,20 @@ class RowSampler:
         self._min_tokens, self._output = params.min_tokens, 0
         ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        processed = self._history.active or bool(ends) or matcher is not None
-        self.plain = self._greedy and not processed  # `greedy` of the raw logits is the answer
+        self._processes = self._history.active or bool(ends) or matcher is not None
+        self.plain = self._greedy and not self._processes  # `greedy` of the raw logits is the answer
+
+    @property
+    def temperature(self) -> float | None:
+        """What a device needs to choose by itself (0: greedy); None where a row's history or a filter counts."""
+        if self.plain:
+            return 0.0
+        return None if self._processes or self._filtered or self._greedy else self._filters.temperature
+
+    @property
+    def seed(self) -> int:
+        """Of the noise."""
+        return self._seed
 
     @property
     def grammar_error(self) -> str | None:

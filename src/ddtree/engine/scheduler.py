@@ -14,15 +14,14 @@ from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.observer import Observer, RoundRecord, Unobserved
 from ddtree.engine.request import Request
 from ddtree.engine.result import Chunk
-from ddtree.engine.round import Batch, Verdict, run_round
+from ddtree.engine.round import Batch, Outcome, read_report
 from ddtree.engine.rows import HostRows
+from ddtree.engine.runner import DeviceRunner, HostRunner, Pending
 from ddtree.engine.sampling import greedy
 from ddtree.engine.slots import SlotStore
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption
 from ddtree.target import Target
-from ddtree.tree import RoundState
 
-NO_TOKEN = -2  # fills the lists of end ids
 NO_ANSWER = -1  # what a row chooses where nothing can follow it
 News = list[tuple[Request, Chunk]]
 
@@ -36,6 +35,15 @@ class SchedulerStats:
     slots: int
     kv_tokens_used: int  # positions in use or kept for reuse
     kv_tokens_capacity: int
+
+
+@dataclass(frozen=True)
+class Flight:
+    """A launched round, and the sequences it was launched for."""
+
+    pending: Pending
+    requests: list[Request]
+    depth: int
 
 
 class Scheduler:
@@ -54,8 +62,11 @@ class Scheduler:
         make: Callable[[Sequence[int], SamplingParams, Speculation], Request],
         prefill_chunk: int,
         prefix_caching: bool,
+        runner: HostRunner | DeviceRunner,
     ) -> None:
         """make: checks a request and turns it into a `Request`; raises DDTreeError for one that cannot be run."""
+        self._runner = runner
+        self._flight: Flight | None = None  # a round that was launched before the one before it was read
         self._target, self._drafter, self._store, self._make = target, drafter, store, make
         self._chunk, self._reuse = prefill_chunk, prefix_caching
         self.observer: Observer = Unobserved()
@@ -98,7 +109,7 @@ class Scheduler:
         """After a step that raised: drop every request, and trust nothing that lies in the caches."""
         self._waiting.clear()
         self._running.clear()
-        self._prefilling = self._batch = None
+        self._prefilling = self._batch = self._flight = None
         self._round_is_due = False
         self._store.forget()
 
@@ -182,62 +193,65 @@ class Scheduler:
         return self._take(request, [first], logits, last)
 
     def _round(self) -> News:
+        """One round of everything that runs; on a GPU the next one is launched before this one is read."""
         started = time.perf_counter()
-        batch = self._batch = self._batch or self._make_batch()
-        requests, state = list(self._running), batch.state
-        positions = state.position.tolist()
-        verdict = run_round(batch)
-        counts = verdict.committed.count.tolist()
-        sizes, done = state.n_committed.tolist(), state.done.tolist()
-        committed = [tokens[:n] for tokens, n in zip(state.committed.tolist(), sizes, strict=True)]
+        flight = self._flight
+        if flight is None:
+            if self._batch is None:
+                self._batch = self._runner.make(self._running, self.observer)
+            flight = self._launch(self._batch)
+        ahead = self._batch is not None and not self._reads_logits() and self._runner.runs_ahead(self._batch)
+        self._flight = self._launch(self._batch) if ahead and self._batch is not None else None
+        news = self._read(flight, started)
+        if self._batch is not None:
+            self._runner.follow(self._batch, [request.position for request in self._running])
+        if not self._running:
+            self._flight = None  # nobody is left whom it could concern
+        return news
+
+    def _launch(self, batch: Batch) -> "Flight":
+        return Flight(self._runner.launch(batch), list(self._running), batch.depth)
+
+    def _reads_logits(self) -> bool:
+        return any(request.params.logprobs is not None for request in self._running)
+
+    def _read(self, flight: "Flight", started: float) -> News:
+        """What a round did for each sequence that has not left since it was launched."""
+        pending, requests = flight.pending, flight.requests
+        limits, ends = [r.remaining for r in requests], [r.output.end_ids for r in requests]
+        outcomes = read_report(pending.report(), flight.depth, limits, ends)
         news: News = []
-        for index, request in enumerate(requests):
-            if NO_ANSWER in committed[index]:
+        for index, (request, outcome) in enumerate(zip(requests, outcomes, strict=True)):
+            if request not in self._running:
+                continue
+            if NO_ANSWER in outcome.committed:
                 self._leave(request)
                 news.append((request, Chunk("", [], error=_no_answer(request))))
                 continue
-            layout = verdict.drafts[index].layout
             # Of a shadowed tree nothing can be accepted: a rate over its nodes would be nobody's.
-            nodes = len(layout.chain if request.lane.mode.shadows else layout.nodes) - 1
-            request.counts.add(nodes, counts[index])
+            nodes = min(outcome.drafted, request.lane.depth) if request.lane.mode.shadows else outcome.drafted
+            request.counts.add(nodes, outcome.accepted)
             if request.lane.mode.shadows:
-                self._shadow(request, verdict, index, positions[index], committed[index])
-            request.remaining -= sizes[index]
-            request.tokens += committed[index]
-            self._advance(request, positions[index] + counts[index] + 1)
-            chosen_by = state.path[index, : sizes[index]]  # rows
-            news.append((request, self._take(request, committed[index], verdict.logits[index, chosen_by], done[index])))
-        self.observer.round(self._record(requests, verdict, counts, sum(sizes), time.perf_counter() - started))
+                request.counts.shadow(request.position, outcome.tree, outcome.committed)
+            request.remaining -= len(outcome.committed)
+            request.tokens += outcome.committed
+            self._advance(request, request.position + outcome.accepted + 1)
+            logits = (
+                pending.logits[index, pending.path[index, : len(outcome.committed)]] if self._reads(request) else None
+            )
+            news.append((request, self._take(request, outcome.committed, logits, outcome.done)))
+        self.observer.round(self._record(requests, outcomes, time.perf_counter() - started))
         return news
 
-    def _make_batch(self) -> Batch:
-        """The running sequences as tensors; made anew when one comes or goes."""
-        requests, store, device = self._running, self._store, self._target.spec.device
-        lanes = [request.lane for request in requests]
-        slots = [request.slot.index for request in requests if request.slot is not None]
-        rows, depth = max(lane.rows for lane in lanes), max(lane.depth for lane in lanes)
-        state = RoundState.allocate(len(requests), rows, depth, device)
-        state.tokens[:, 0] = torch.tensor([request.tokens[-1] for request in requests])
-        state.position.copy_(torch.tensor([request.position for request in requests]))
-        state.remaining.copy_(torch.tensor([request.remaining for request in requests]))
-        most = max(len(request.ends) for request in requests)
-        ends = [[*request.ends, *[NO_TOKEN] * (most - len(request.ends))] for request in requests]
-        return Batch(
-            target=self._target,
-            target_cache=store.cache.view(slots),
-            drafter=self._drafter,
-            drafter_cache=store.drafter_cache.view(slots) if self._drafter and store.drafter_cache else None,
-            lanes=lanes,
-            state=state,
-            ends=torch.tensor(ends, dtype=torch.int64, device=device).view(len(requests), most),
-            observer=self.observer,
-        )
+    @staticmethod
+    def _reads(request: Request) -> bool:
+        return request.params.logprobs is not None
 
-    def _take(self, request: Request, tokens: list[int], logits: Tensor, last: bool) -> Chunk:
+    def _take(self, request: Request, tokens: list[int], logits: Tensor | None, last: bool) -> Chunk:
         """Hand committed tokens to a request; logits [M, V]: the target's own at the rows that chose them."""
         request.lane.sampler.commit(tokens)
         logprobs: list[TokenLogprob] = []
-        if request.params.logprobs is not None:
+        if request.params.logprobs is not None and logits is not None:
             logprobs = token_logprobs(logits, tokens, request.params.logprobs)
         chunk = request.push(tokens, logprobs, last)
         if chunk.last:
@@ -261,24 +275,16 @@ class Scheduler:
         if request.slot is not None:
             self._store.release(request.slot)
 
-    def _shadow(self, request: Request, verdict: Verdict, index: int, position: int, committed: list[int]) -> None:
-        assert verdict.tree is not None
-        size = int(verdict.tree.count[index]) + 1
-        request.counts.shadow(position, verdict.tree.tokens[index, :size].tolist(), committed)
-
-    def _record(
-        self, requests: list[Request], verdict: Verdict, accepted: list[int], committed: int, seconds: float
-    ) -> RoundRecord:
-        nodes = [draft.layout.nodes for draft in verdict.drafts]
-        rows = sum(map(len, nodes))
+    def _record(self, requests: list[Request], outcomes: list[Outcome], seconds: float) -> RoundRecord:
+        drafted = sum(outcome.drafted for outcome in outcomes)
         return RoundRecord(
             batch=len(requests),
-            rows=rows,
-            drafted=rows - len(requests),
-            accepted=accepted,
-            depths=[max(n.depths) for n in nodes],
+            rows=drafted + len(requests),
+            drafted=drafted,
+            accepted=[outcome.accepted for outcome in outcomes],
+            depths=[outcome.depth for outcome in outcomes],
             modes=[request.lane.mode.name for request in requests],
-            committed=committed,
+            committed=sum(len(outcome.committed) for outcome in outcomes),
             seconds=seconds,
             waiting=len(self._waiting),
         )

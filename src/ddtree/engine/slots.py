@@ -44,14 +44,20 @@ class SlotStore:
         """Raises InvalidOption where the memory is not there."""
         self.slots = [Slot(index) for index in range(self.count)]
         try:
-            self.cache = self.target.allocate(self.count, self.length)
-            self.drafter_cache = self.drafter.allocate(self.count, self.length) if self.drafter else None
+            # One more than sequences can have: the padding of a batch writes there.
+            self.cache = self.target.allocate(self.count + 1, self.length)
+            self.drafter_cache = self.drafter.allocate(self.count + 1, self.length) if self.drafter else None
         except (OSError, MemoryError, RuntimeError, torch.OutOfMemoryError) as error:
             raise InvalidOption(
                 f"there is no memory for the context of {self.count} requests of {self.length} positions each "
                 f"({error}): lower max_model_len or max_running_requests",
                 param="max_model_len",
             ) from error
+
+    @property
+    def spare(self) -> int:
+        """The slot that no sequence has."""
+        return self.count
 
     @property
     def tokens_held(self) -> int:

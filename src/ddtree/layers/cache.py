@@ -9,6 +9,9 @@ from math import prod
 import torch
 from torch import Tensor
 
+from ddtree import kernels
+from ddtree.kernels.backend import usable
+
 
 @dataclass(frozen=True)
 class Segment:
@@ -40,10 +43,18 @@ class KVCache:
     """
 
     data: Tensor  # [L, S, 2 * kv_heads, T, head_dim]: keys' heads, then values'; dense per head, as attention reads
-    slots: tuple[int, ...] = field(default=())  # the S slots of this view's sequences, in the batch's order
+    slots: tuple[int, ...] = field(default=())  # the slots of this view's sequences, in the batch's order
+    index: Tensor | None = field(default=None)  # the same [B] int64 on the device, made when it is first asked for
 
     def __post_init__(self) -> None:
         self.slots = self.slots or tuple(range(self.data.shape[1]))
+
+    @property
+    def slot(self) -> Tensor:
+        """The slots as a device tensor [B] int64."""
+        if self.index is None:
+            self.index = torch.tensor(self.slots, device=self.data.device)
+        return self.index
 
     @classmethod
     def allocate(
@@ -99,11 +110,14 @@ class KVCache:
 
         path: [B, M] int64 rows of the last forward, the root (row 0) first, -1 behind them; position: [B] int64.
         """
+        if usable(path.device):
+            kernels.commit(self.data, self.slot, path, position)
+            return
         order = torch.arange(path.shape[1], device=path.device)
         kept = path >= 0
         if path.device.type == "cpu" and bool(((path == order) | ~kept).all()):
             return  # the rows already lie where they belong: a chain, or no accepted row
-        slot = torch.tensor(self.slots, device=path.device).unsqueeze(1)  # [B, 1]
+        slot = self.slot.unsqueeze(1)  # [B, 1]
         source = position.unsqueeze(1) + path.clamp(min=0)
         target = position.unsqueeze(1) + order * kept  # what is not on the path moves the root onto itself
         tokens = self.data.transpose(2, 3)  # [L, S, T, 2 * kv_heads, hd]

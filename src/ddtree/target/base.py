@@ -52,7 +52,7 @@ class Target(Protocol):
         """Keep keys and values of the rows on path [B, M] (-1 padded, the root first), in order, from `position`."""
 
     def embed(self, ids: Tensor) -> Tensor:
-        """ids [...] int64 -> embeddings [..., hidden_size]."""
+        """ids [...] int64 -> embeddings [..., hidden_size], in a float dtype that holds them exactly."""
 
     def head(self, hidden: Tensor) -> Tensor:
         """Normalised hidden states [M, hidden_size] -> logits [M, V]."""

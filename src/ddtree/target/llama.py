@@ -8,7 +8,23 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ddtree.layers import KVCache, Linear, RMSNorm, Rope, Segment, attend_segments, attention_mask, interleave
+from ddtree import kernels
+from ddtree.kernels import AttentionRows, locate
+from ddtree.kernels.backend import usable
+from ddtree.layers import (
+    DevicePlace,
+    Heads,
+    HostPlace,
+    KVCache,
+    Linear,
+    Place,
+    RMSNorm,
+    Rope,
+    Workspaces,
+    add_norm,
+    interleave,
+    swiglu,
+)
 from ddtree.layers.fields import Fields, read_config
 from ddtree.layers.weights import Weights, open_weights
 from ddtree.target.base import TargetSpec
@@ -26,15 +42,6 @@ class _Layer:
     down: Linear
 
 
-@dataclass(frozen=True)
-class _Forward:
-    """What every layer of one forward shares."""
-
-    segments: list[Segment]
-    turns: Tensor  # [M, 1, hd/2] complex64
-    masks: list[Tensor | None]  # one per segment
-
-
 class LlamaTarget:
     """A Llama model. The residual stream is float32 in every dtype, so half precision rounds in the products alone."""
 
@@ -47,6 +54,9 @@ class LlamaTarget:
         self.norm = RMSNorm(weights("model.norm.weight", hidden), config.rms_norm_eps)
         self.lm_head = Linear(self.embedding if config.tied else weights("lm_head.weight", vocab, hidden))
         self.layers = [self._load_layer(i, weights) for i in range(config.num_layers)]
+        self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
+        self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
+        self._work = Workspaces()
 
     @classmethod
     def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> "LlamaTarget":
@@ -112,24 +122,38 @@ class LlamaTarget:
         n = ids.shape[1]
         causal = torch.ones(1, n, n, dtype=torch.bool, device=ids.device).tril()
         segments = cache.segments(position.tolist(), [n])
-        hidden, features = self._forward(cache, ids[0], segments, torch.arange(n, device=ids.device), [causal])
-        return features.unsqueeze(0), self.head(self.norm(hidden[-1:], self.spec.dtype))
+        positions = position + torch.arange(n, device=ids.device)
+        place = HostPlace(segments, positions, self.rope, [causal], self.config.num_heads // self.config.num_kv_heads)
+        hidden, features = self._forward(cache, ids[0], place, last=True)
+        return features.unsqueeze(0), self.head(hidden)
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
-        """See Target.verify. Padding is not computed: its logits and features are 0."""
-        n = rows.tokens.shape[1]
+        """See Target.verify. On a CPU padding is not computed: its logits and features are 0."""
+        batch, n = rows.tokens.shape
+        if usable(rows.tokens.device):
+            hidden, features = self._forward(cache, rows.tokens.flatten(), self._device_place(cache, rows, position))
+            return self.head(hidden).unflatten(0, (batch, n)), features.unflatten(0, (batch, n))
         sizes = ((rows.parents >= 0).sum(1) + 1).tolist()
         real = [(b, slice(size)) for b, size in enumerate(sizes)]
         visible = unpack(rows.ancestors, n)
-        hidden, features = self._forward(
-            cache,
-            torch.cat([rows.tokens[at] for at in real]),
+        place = HostPlace(
             cache.segments(position.tolist(), sizes),
-            torch.cat([rows.depths[at] for at in real]),
+            torch.cat([position[b] + rows.depths[b, :size] for b, size in enumerate(sizes)]),
+            self.rope,
             [visible[b : b + 1, :size, :size] for b, size in enumerate(sizes)],
+            self.config.num_heads // self.config.num_kv_heads,
         )
-        logits = self.head(self.norm(hidden, self.spec.dtype))
-        return _padded(logits, sizes, n), _padded(features, sizes, n)
+        hidden, features = self._forward(cache, torch.cat([rows.tokens[at] for at in real]), place)
+        return _padded(self.head(hidden), sizes, n), _padded(features, sizes, n)
+
+    def _device_place(self, cache: KVCache, rows: Rows, position: Tensor) -> DevicePlace:
+        if self._turns is None or len(self._turns) < cache.length:
+            self._turns = self.rope.turns(torch.arange(cache.length, device=position.device))
+        batch, n = rows.tokens.shape
+        work = self._work.get(batch, n, self.heads, cache)
+        where = AttentionRows(cache.slot, position, rows.depths, rows.ancestors)
+        locate(where, work)
+        return DevicePlace(where, self._turns, work)
 
     def commit(self, cache: KVCache, path: Tensor, position: Tensor) -> None:
         """See Target.commit."""
@@ -137,47 +161,39 @@ class LlamaTarget:
 
     def embed(self, ids: Tensor) -> Tensor:
         """See Target.embed."""
+        if usable(ids.device):
+            return kernels.embed(ids, self.embedding)
         return F.embedding(ids, self.embedding)
 
     def head(self, hidden: Tensor) -> Tensor:
         """See Target.head."""
         return self.lm_head(hidden)
 
-    def _forward(
-        self, cache: KVCache, ids: Tensor, segments: list[Segment], depths: Tensor, visible: list[Tensor]
-    ) -> tuple[Tensor, Tensor]:
-        """All layers over the segments' rows: the residual stream [M, H] float32, and features [M, F].
-
-        ids, depths: [M] int64; visible: [1, size, size] bool per segment, which rows a row sees.
-        """
-        c, device = self.config, ids.device
-        starts = torch.tensor([s.start for s in segments], device=device)
-        sizes = torch.tensor([s.size for s in segments], device=device)
-        shared = _Forward(
-            segments=segments,
-            turns=self.rope.turns(starts.repeat_interleave(sizes) + depths),
-            masks=[
-                attention_mask(starts[i : i + 1], visible[i], s.span, self.spec.dtype, c.num_heads // c.num_kv_heads)
-                for i, s in enumerate(segments)
-            ],
-        )
-        x = self.embed(ids).float()  # [M, H]
-        taps: dict[int, Tensor] = {}
+    def _forward(self, cache: KVCache, ids: Tensor, place: Place, last: bool = False) -> tuple[Tensor, Tensor]:
+        """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the last row alone, where asked), and
+        features [M, F], both in the model's dtype."""
+        dtype = self.spec.dtype
+        x = self.embed(ids).float()  # [M, H], the residual stream
+        features = x.new_empty(len(x), len(self.feature_layers) * x.shape[1], dtype=dtype)
+        delta: Tensor | None = None  # what the layer before adds to x
         for index, layer in enumerate(self.layers):
-            x = self._layer(layer, index, x, cache, shared)
-            if index in self.feature_layers:
-                taps[index] = x.to(self.spec.dtype)
-        return x, torch.cat([taps[i] for i in self.feature_layers], -1) if taps else x.new_zeros(len(x), 0)
+            states = add_norm(x, delta, layer.input_norm, dtype, self._kept(index - 1, features))
+            query = place.project(cache, index, layer.qkv(states), self.heads)
+            assert query is not None
+            attended = place.attend(cache, index, query, None, False)
+            states = add_norm(x, layer.out(attended), layer.mlp_norm, dtype)
+            delta = layer.down(swiglu(layer.gate_up(states)))
+        if last and delta is not None and len(self.layers) - 1 not in self.feature_layers:
+            return add_norm(x[-1:].clone(), delta[-1:].contiguous(), self.norm, dtype), features
+        hidden = add_norm(x, delta, self.norm, dtype, self._kept(len(self.layers) - 1, features))
+        return hidden[-1:] if last else hidden, features
 
-    def _layer(self, layer: _Layer, index: int, x: Tensor, cache: KVCache, shared: _Forward) -> Tensor:
-        c, dtype = self.config, self.spec.dtype
-        heads = layer.qkv(layer.input_norm(x, dtype)).float().unflatten(-1, (-1, c.head_dim))  # [M, heads + 2 kv, hd]
-        self.rope.apply_(heads[:, : c.num_heads + c.num_kv_heads], shared.turns)
-        cache.write(index, shared.segments, heads[:, c.num_heads :])
-        query = heads[:, : c.num_heads].to(dtype)
-        x = x + layer.out(attend_segments(query, cache, index, shared.segments, shared.masks))
-        gate, up = layer.gate_up(layer.mlp_norm(x, dtype)).chunk(2, -1)
-        return x.add_(layer.down(F.silu(gate) * up))
+    def _kept(self, index: int, features: Tensor) -> Tensor | None:
+        """Where the stream after layer `index` is kept, if a drafter asks for it."""
+        if index not in self.feature_layers:
+            return None
+        size, at = self.config.hidden_size, self.feature_layers.index(index)
+        return features[:, at * size : (at + 1) * size]
 
 
 def _padded(rows: Tensor, sizes: list[int], width: int) -> Tensor:

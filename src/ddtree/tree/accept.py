@@ -22,7 +22,8 @@ def accept(rows: Rows, own: Tensor, depth: int, member: Tensor | None = None) ->
 
     Args:
         rows: the verified rows, [B, N].
-        own: [B, N] int64, the token each row's position was given (argmax of processed logits plus noise).
+        own: [B, N] int64, the token each row's position was given (argmax of processed logits plus noise); -1: none can
+            follow it, and it is not accepted: it is the next root, which is asked again then.
         depth: D, the deepest a row can be.
         member: [B, N] bool, rows that take part (all of them when None); it must be closed under parents.
     A node is kept when it and all its ancestors match. Siblings differ in their token, so the kept nodes are one path,
@@ -31,7 +32,7 @@ def accept(rows: Rows, own: Tensor, depth: int, member: Tensor | None = None) ->
     """
     batch, n = rows.tokens.shape
     parent = rows.parents.clamp(min=0)
-    match = (rows.tokens == own.gather(1, parent)) & (rows.parents >= 0)  # [B, N]; false on padding
+    match = (rows.tokens == own.gather(1, parent)) & (rows.parents >= 0) & (own >= 0)  # [B, N]; false on padding
     if member is not None:
         match &= member
     match[:, 0] = True

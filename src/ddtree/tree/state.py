@@ -76,6 +76,17 @@ class RoundState:
         n, words = self.width, -(-self.width // WORD)
         return Rows(self.tokens[:, :n], self.parents[:, :n], self.depths[:, :n], self.ancestors[:, :n, :words])
 
+    def lay_roots(self) -> None:
+        """Every row alone, as padding is; row 0 of each is the root."""
+        self.parents.fill_(-1)
+        self.depths.fill_(0)
+        row = torch.arange(self.tokens.shape[1], device=self.tokens.device)
+        bit = torch.ones_like(row) << (row % WORD)
+        self.ancestors.copy_(
+            bit.unsqueeze(1) * (row.unsqueeze(1) // WORD == torch.arange(self.ancestors.shape[2], device=row.device))
+        )
+        self.member.fill_(True)
+
     def lay(self, nodes: Sequence[Nodes], candidates: Sequence[Sequence[Sequence[int]]]) -> None:
         """Write one round's rows; the roots' tokens in column 0 stay as they are.
 

@@ -1,0 +1,182 @@
+"""The kernels of select, build, choose and accept on a CUDA card: first equality with their references, then times.
+
+    python benchmarks/kernels_round.py --output benchmarks/results/kernels-round.json
+
+Every check is tried, whatever failed before. A time is the median of `--turns` replays of a graph that holds 24 calls,
+by CUDA events, over 24, in microseconds. `hot` calls read one input again and again, as logits that were just written
+are read; `cold` ones turn through 24 inputs, and drop the L2 cache where those are larger. `by_kernel` is what the
+profiler saw of each launch. The last line has medians alone, the file everything. Without CUDA the checks run in
+Triton's interpreter (TRITON_INTERPRET=1), on small sizes.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import torch
+
+from common import finish, machine, parser
+from ddtree.engine.sampling import greedy
+from ddtree.kernels import Plan, PlanRow, accept, advance, build, choose, settle
+from ddtree.kernels.choose import ChooseTiles
+from ddtree.kernels.select import SelectTiles, select
+from ddtree.tree import RoundState, top_k
+from kernels_round_checks import commit_by_torch, draw_answers, draw_scores, run_checks
+
+CALLS = 24  # in one graph
+Timed = tuple[str, Callable[[int], Any]]  # called with the number of the call, which picks the input
+
+
+def time_select(options: argparse.Namespace) -> Iterator[Timed]:
+    """Depths x vocabulary in bf16, at several ranks and tiles, and torch's version."""
+    variants = [SelectTiles(merge_warps=w, bitonic=b) for w in (4, 8, 16) for b in (False, True)]
+    variants += [SelectTiles(segment=s, scan_warps=w) for s, w in ((16, 4), (64, 8), (32, 8))]
+    for rows, vocab in ((15, options.vocab), (15, 49152), (120, options.vocab)):
+        inputs = [torch.randn(rows, vocab, device="cuda").bfloat16() for _ in range(CALLS)]
+        at = f"{rows} x {vocab}"
+        for k in (1, 8, 16, 32):
+            yield f"select {at} k={k} hot", lambda _, a=inputs[0], k=k: select(a, k)
+        yield f"select {at} k=16 cold", lambda i, a=inputs: select(a[i], 16)
+        for tiles in variants if rows == 15 else variants[:2]:
+            for k in (16, 32):
+                yield f"select {at} k={k} hot {tiles}", lambda _, a=inputs[0], k=k, t=tiles: select(a, k, t)
+        if rows == 15:
+            yield f"torch top_k {at} k=16 hot", lambda _, a=inputs[0]: top_k(a.unsqueeze(0), 16)
+
+
+def time_build(_: argparse.Namespace) -> Iterator[Timed]:
+    """D 15, K 16."""
+    plans = {
+        "tree 15": PlanRow(tree=True, budget=15, ranks=16, depth=15),
+        "tree 63": PlanRow(tree=True, budget=63, ranks=16, depth=15),
+        "tree 127": PlanRow(tree=True, budget=127, ranks=16, depth=15),
+        "tree 48 and chain": PlanRow(tree=True, chain=True, budget=48, ranks=16, depth=15),
+        "chain": PlanRow(chain=True, depth=15),
+        "root": PlanRow(),
+    }
+    for (name, row), batch in product(plans.items(), (1, 8, 32)):
+        log_q = draw_scores(batch, 15, 16, "normal").cuda()
+        candidates = torch.randint(0, 49152, log_q.shape, device="cuda")
+        plan, state = Plan.allocate(batch, "cuda"), RoundState.allocate(batch, row.rows, 15, "cuda")
+        plan.write([row] * batch, row.rows)
+        yield f"build {name} B={batch}", lambda _, a=(log_q, candidates, plan, state, row.rows): build(*a)
+
+
+def time_choose(options: argparse.Namespace) -> Iterator[Timed]:
+    """Greedy and sampled, bf16."""
+    variants = [ChooseTiles(block, warps) for block in (1024, 2048, 4096, 8192) for warps in (4, 8)]
+    for batch, rows, vocab in ((1, 1, options.vocab), (1, 16, options.vocab), (1, 64, options.vocab), (1, 16, 49152)):
+        logits = torch.randn(batch, rows, vocab, device="cuda").bfloat16()
+        depths, seed = torch.zeros(batch, rows, dtype=torch.int64, device="cuda"), torch.tensor([5], device="cuda")
+        for temperature in (0.0, 1.0):
+            args = (logits, seed, seed, depths, torch.tensor([temperature], dtype=torch.float64, device="cuda"))
+            at = f"{batch} x {rows} x {vocab} T={temperature}"
+            yield f"choose {at} hot", lambda _, a=args: choose(*a)
+            for tiles in variants if rows in (16, 64) else []:
+                yield f"choose {at} hot {tiles}", lambda _, a=args, t=tiles: choose(*a, t)
+        yield f"torch greedy {batch} x {rows} x {vocab} hot", lambda _, a=logits: greedy(a)
+
+
+def time_accept(_: argparse.Namespace) -> Iterator[Timed]:
+    """One launch each, beside torch's lines."""
+    for batch, width in ((1, 16), (1, 64), (8, 64), (32, 64), (1, 128)):
+        state, own, ends = draw_answers(batch, width, 15, "cuda")
+        ended = torch.zeros(batch, dtype=torch.bool, device="cuda")
+        at = f"B={batch} N={width}"
+        yield f"accept {at}", lambda _, s=state, o=own: accept(s.rows, o, 15)
+        yield f"settle {at}", lambda _, a=(state, own, ends, ended): settle(*a)
+        yield f"advance {at}", lambda _, s=state, e=ended: advance(s, e)
+        yield f"torch accept, cut and advance {at}", lambda _, a=(state, own, ends): commit_by_torch(*a)
+
+
+def measure(call: Callable[[int], Any], turns: int) -> dict[str, float]:
+    """Median, least and 90th percentile microseconds of one call."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        for index in range(CALLS):
+            call(index)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for index in range(CALLS):
+            call(index)
+    times = []
+    for turn in range(turns + 5):
+        before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        before.record()
+        graph.replay()
+        after.record()
+        torch.cuda.synchronize()
+        if turn >= 5:
+            times.append(1000 * before.elapsed_time(after) / CALLS)
+    times.sort()
+    return {
+        "median": round(statistics.median(times), 2),
+        "least": round(times[0], 2),
+        "p90": round(times[int(0.9 * (len(times) - 1))], 2),
+    }
+
+
+def by_kernel(call: Callable[[int], Any]) -> dict[str, float]:
+    """Mean microseconds of every kernel of a call, as the profiler has them; empty where it cannot."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for index in range(CALLS):
+            call(index)
+        torch.cuda.synchronize()
+    found: dict[str, float] = {}
+    for event in profiler.key_averages():
+        total = getattr(event, "device_time_total", 0.0)
+        if total:
+            found[event.key[:40]] = round(total / CALLS, 2)
+    return found
+
+
+def run_times(options: argparse.Namespace) -> dict[str, Any]:
+    """Name -> figures, or what went wrong."""
+    results: dict[str, Any] = {}
+    for part in (time_select, time_build, time_choose, time_accept):
+        for name, call in part(options):
+            if options.only not in name:
+                continue
+            started = time.perf_counter()
+            try:
+                results[name] = measure(call, options.turns)
+                if options.profile and "Tiles" not in name:
+                    results[name]["by_kernel"] = by_kernel(call)
+            except Exception as error:
+                results[name] = {"error": f"{type(error).__name__}: {error}"[:600]}
+            print(f"{name}: {results[name]}  ({time.perf_counter() - started:.1f} s)", flush=True)
+    return results
+
+
+def main() -> None:
+    options = parser(__doc__)
+    options.add_argument("--vocab", type=int, default=151_936)
+    options.add_argument("--turns", type=int, default=30)
+    options.add_argument("--only", default="", help="time only what has this in its name")
+    options.add_argument("--checks", choices=("all", "none"), default="all")
+    options.add_argument("--times", choices=("all", "none"), default="all")
+    options.add_argument("--profile", action="store_true", help="time each launch by the profiler too")
+    chosen = options.parse_args()
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    report: dict[str, Any] = {"machine": machine()}
+    report["checks"] = run_checks(chosen, device) if chosen.checks == "all" else {}
+    report["microseconds"] = run_times(chosen) if chosen.times == "all" and device == "cuda" else {}
+    if chosen.output is not None:
+        chosen.output.parent.mkdir(parents=True, exist_ok=True)
+        chosen.output.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    failed = {name: result for name, result in report["checks"].items() if result != "ok"}
+    medians = {name: figures.get("median", figures) for name, figures in report["microseconds"].items()}
+    passed = len(report["checks"]) - len(failed)
+    finish({**report, "checks": {"ok": passed, "failed": failed}, "microseconds": medians}, None)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,271 @@
+"""Runs rounds of a batch: at once on a CPU; as a captured graph, one round ahead of the host, on a GPU."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor
+
+from ddtree.drafter import Drafter
+from ddtree.engine.observer import Observer, Unobserved
+from ddtree.engine.ops import DeviceOps, HostOps
+from ddtree.engine.request import Request
+from ddtree.engine.round import Batch, Lane, Verdict, run_round
+from ddtree.engine.slots import SlotStore
+from ddtree.kernels.build import MOST_RANKS, MOST_ROWS
+from ddtree.layers import KVCache
+from ddtree.target import Target
+from ddtree.tree import RoundState
+
+NO_TOKEN = -2  # fills the lists of end ids
+_ENDS = 8  # end ids of a captured batch; more make a batch of its own
+
+
+@dataclass
+class Pending:
+    """A round that was launched; on a GPU it may still run."""
+
+    logits: Tensor  # [B, N, V]; of a captured round valid until the next launch
+    path: Tensor  # [B, D + 1] int64, likewise
+    _report: Tensor
+    _ready: "torch.cuda.Event | None" = None
+
+    def report(self) -> list[list[int]]:
+        """Waits for the round's end; see `read_report`."""
+        if self._ready is not None:
+            self._ready.synchronize()
+        return self._report.tolist()
+
+
+class HostRunner:
+    """A new batch for every set of sequences, rounds run at once."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore) -> None:
+        self._target, self._drafter, self._store = target, drafter, store
+
+    def make(self, requests: Sequence[Request], observer: Observer) -> Batch:
+        """The running sequences as tensors."""
+        device, lanes = self._target.spec.device, [request.lane for request in requests]
+        rows, depth = max(lane.rows for lane in lanes), max(lane.depth for lane in lanes)
+        most = max(len(request.ends) for request in requests)
+        slots = [request.slot.index for request in requests if request.slot is not None]
+        store = self._store
+        batch = Batch(
+            target=self._target,
+            target_cache=store.cache.view(slots),
+            drafter=self._drafter,
+            drafter_cache=store.drafter_cache.view(slots) if self._drafter and store.drafter_cache else None,
+            lanes=lanes,
+            state=RoundState.allocate(len(requests), rows, depth, device),
+            ends=torch.full((len(requests), most), NO_TOKEN, dtype=torch.int64, device=device),
+            observer=observer,
+            ops=HostOps(),
+        )
+        fill(batch, requests)
+        return batch
+
+    def runs_ahead(self, batch: Batch) -> bool:
+        """Whether a round may be launched before the one before it was read."""
+        return False
+
+    def follow(self, batch: Batch, positions: Sequence[int]) -> None:
+        """Nothing: a host looks at the positions in every round."""
+
+    def launch(self, batch: Batch) -> Pending:
+        """Run a round."""
+        verdict = run_round(batch)
+        return Pending(verdict.logits, batch.state.path, verdict.report)
+
+
+def fill(batch: Batch, requests: Sequence[Request]) -> None:
+    """Write the sequences' places into the batch's tensors; lanes behind them are done."""
+    state, count = batch.state, len(requests)
+    pad = state.tokens.shape[0] - count
+
+    def column(values: list[int], padding: int = 0) -> Tensor:
+        return torch.tensor(values + [padding] * pad, dtype=torch.int64)
+
+    state.tokens[:, 0] = column([request.tokens[-1] for request in requests]).to(state.tokens.device)
+    state.position.copy_(column([request.position for request in requests]))
+    state.remaining.copy_(column([request.remaining for request in requests]))
+    state.done.copy_(torch.tensor([False] * count + [True] * pad))
+    width = batch.ends.shape[1]
+    ends = [[*request.ends, *[NO_TOKEN] * (width - len(request.ends))] for request in requests]
+    batch.ends.copy_(torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a captured round is made for."""
+
+    batch: int
+    width: int  # rows
+    depth: int
+    ranks: int
+    shadows: bool
+    ends: int
+
+
+@dataclass
+class Captured:
+    """The static batch of a shape, and its graphs."""
+
+    batch: Batch
+    ops: DeviceOps
+    graph: "torch.cuda.CUDAGraph | None" = None
+    verdict: Verdict | None = None
+    pinned: list[Tensor] = field(default_factory=list)  # two reports on the host: one is read while one is written
+    turn: int = 0
+    drafting: list[bool] = field(default_factory=list)  # who drafts, as the plan says
+
+
+class DeviceRunner:
+    """Batches by shape, each with static tensors; rounds as CUDA graphs where that is possible and wanted."""
+
+    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore, graphs: bool) -> None:
+        self._target, self._drafter, self._store, self._graphs = target, drafter, store, graphs
+        self._host = HostRunner(target, drafter, store)
+        self._made: dict[Shape, Captured] = {}
+        self._current: Captured | None = None
+
+    def make(self, requests: Sequence[Request], observer: Observer) -> Batch:
+        """The static batch of the sequences' shape, told of them; a host's batch for trees beyond the kernels."""
+        lanes = [request.lane for request in requests]
+        shape = Shape(
+            batch=bucket(len(requests)),
+            width=max(lane.rows for lane in lanes),
+            depth=max(lane.depth for lane in lanes),
+            ranks=max(lane.ranks for lane in lanes),
+            shadows=any(lane.mode.shadows for lane in lanes),
+            ends=max(_ENDS, *(len(request.ends) for request in requests)),
+        )
+        if shape.width > MOST_ROWS or shape.ranks > MOST_RANKS:
+            self._current = None
+            return self._host.make(requests, observer)
+        if shape not in self._made:
+            self._made[shape] = self._allocate(shape)
+        captured = self._current = self._made[shape]
+        self._tell(captured, requests, observer)
+        return captured.batch
+
+    def runs_ahead(self, batch: Batch) -> bool:
+        """Whether a round may be launched before the one before it was read: where the host has no part in it."""
+        return self._current is not None and self._alone(batch)
+
+    def launch(self, batch: Batch) -> Pending:
+        """Launch a round, and the copy of its report."""
+        captured = self._current
+        if captured is None:
+            return self._host.launch(batch)
+        if self._graphs and self._alone(batch) and isinstance(batch.observer, Unobserved):
+            if captured.graph is None:
+                self._capture(captured)
+            assert captured.graph is not None
+            assert captured.verdict is not None
+            captured.graph.replay()
+            verdict = captured.verdict
+        else:
+            verdict = run_round(batch)
+        return self._pending(captured, verdict)
+
+    def follow(self, batch: Batch, positions: Sequence[int]) -> None:
+        """Positions have moved: a sequence past its drafter's own context decodes plainly from now on."""
+        captured = self._current
+        if captured is not None:
+            drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
+            if drafting != captured.drafting:
+                captured.ops.write_plan(batch.lanes, positions)
+                captured.drafting = drafting
+
+    def _alone(self, batch: Batch) -> bool:
+        """Whether the device can choose every token by itself."""
+        return all(lane.sampler.temperature is not None for lane in batch.lanes)
+
+    def _allocate(self, shape: Shape) -> Captured:
+        device, store = self._target.spec.device, self._store
+        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, device)
+        slots = [0] * shape.batch
+        batch = Batch(
+            target=self._target,
+            target_cache=_static(store.cache, slots),
+            drafter=self._drafter,
+            drafter_cache=_static(store.drafter_cache, slots) if self._drafter and store.drafter_cache else None,
+            lanes=(),
+            state=RoundState.allocate(shape.batch, shape.width, shape.depth, device),
+            ends=torch.full((shape.batch, shape.ends), NO_TOKEN, dtype=torch.int64, device=device),
+            observer=Unobserved(),
+            ops=ops,
+        )
+        batch.state.lay_roots()
+        return Captured(batch, ops)
+
+    def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
+        batch, ops = captured.batch, captured.ops
+        size = len(ops.seeds)
+        batch.lanes, batch.observer = [request.lane for request in requests], observer
+        slots = [request.slot.index for request in requests if request.slot is not None]
+        slots += [self._store.spare] * (size - len(slots))
+        for cache in (batch.target_cache, batch.drafter_cache):
+            if cache is not None and cache.index is not None:
+                cache.slots = tuple(slots)
+                cache.index.copy_(torch.tensor(slots))
+        fill(batch, requests)
+        samplers: list[Lane] = list(batch.lanes)
+        seeds = [lane.sampler.seed for lane in samplers] + [0] * (size - len(samplers))
+        heat = [lane.sampler.temperature or 0.0 for lane in samplers] + [0.0] * (size - len(samplers))
+        ops.seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
+        ops.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
+        positions = [request.position for request in requests]
+        ops.write_plan(batch.lanes, positions)
+        captured.drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
+
+    def _capture(self, captured: Captured) -> None:
+        """Record a round. Warm-up rounds compile kernels and allocate; everything they move is put back."""
+        batch = captured.batch
+        saved = _snapshot(batch.state)
+        done = batch.state.done.clone()
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            batch.state.done.fill_(True)  # finished sequences commit nothing
+            for _ in range(2):
+                run_round(batch)
+            batch.state.done.copy_(done)
+            _restore(batch.state, saved)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            captured.verdict = run_round(batch)
+        _restore(batch.state, saved)
+        captured.graph = graph
+
+    def _pending(self, captured: Captured, verdict: Verdict) -> Pending:
+        if verdict.report.device.type != "cuda":
+            return Pending(verdict.logits, captured.batch.state.path, verdict.report)
+        if not captured.pinned:
+            captured.pinned = [torch.empty(verdict.report.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
+        captured.turn = 1 - captured.turn
+        report = captured.pinned[captured.turn]
+        report.copy_(verdict.report, non_blocking=True)
+        ready = torch.cuda.Event()
+        ready.record()
+        return Pending(verdict.logits, captured.batch.state.path, report, ready)
+
+
+def bucket(size: int) -> int:
+    """Batches are padded to powers of two."""
+    return 1 << (size - 1).bit_length()
+
+
+def _static(cache: KVCache, slots: list[int]) -> KVCache:
+    """A view whose slots lie in a tensor of its own, which stays where it is."""
+    return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))
+
+
+def _snapshot(state: RoundState) -> list[Tensor]:
+    return [state.tokens.clone(), state.position.clone(), state.remaining.clone(), state.done.clone()]
+
+
+def _restore(state: RoundState, saved: list[Tensor]) -> None:
+    for tensor, value in zip((state.tokens, state.position, state.remaining, state.done), saved, strict=True):
+        tensor.copy_(value)

@@ -1,0 +1,42 @@
+"""The operators of a round as Triton kernels. Each has a reference, which it equals, in ddtree.tree, layers or engine.
+
+Importing this room needs no triton; calling a kernel does. All of them fit into a CUDA graph: static shapes, no host
+synchronisation, no allocation that depends on data. The Triton side of a module is in the one named `_jit`.
+"""
+
+from ddtree.kernels.accept import accept, accept_and_cut, advance, settle
+from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
+from ddtree.kernels.build import Plan, PlanRow, build
+from ddtree.kernels.choose import choose
+from ddtree.kernels.commit import commit
+from ddtree.kernels.gather import embed, take
+from ddtree.kernels.norm import add_norm, swiglu
+from ddtree.kernels.qkv import HeadNorms, write_heads
+from ddtree.kernels.report import report
+from ddtree.kernels.select import propose, top_k
+
+__all__ = [
+    "AttentionRows",
+    "AttentionWorkspace",
+    "HeadNorms",
+    "Plan",
+    "PlanRow",
+    "Tiles",
+    "accept",
+    "accept_and_cut",
+    "add_norm",
+    "advance",
+    "build",
+    "choose",
+    "commit",
+    "embed",
+    "locate",
+    "propose",
+    "report",
+    "settle",
+    "swiglu",
+    "take",
+    "top_k",
+    "tree_attention",
+    "write_heads",
+]

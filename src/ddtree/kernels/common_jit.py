@@ -1,0 +1,70 @@
+# mypy: ignore-errors
+"""What several kernels share."""
+
+import triton
+import triton.language as tl
+from triton import knobs
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
+
+INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # no GPU: the interpreter knows no libdevice
+NAN_ORDER = tl.constexpr(0x7FFFFFFF)
+DEAD = tl.constexpr(-0x80000000)  # sorts below every float, -inf too
+
+
+@triton.jit
+def order_of(x):
+    """float32 as an int32 that sorts alike; -0.0 equals 0.0, and every NaN is above all numbers."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
+    order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
+    return tl.where(x != x, NAN_ORDER, order)
+
+
+@triton.jit
+def value_of(order):
+    """The float32 of an order."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def key_of(order, index):
+    """An int64 that sorts by order, then by lowest index (int32, not negative)."""
+    return (order.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
+
+
+@triton.jit
+def order_in(key):
+    """The order that a key was made of."""
+    return (key >> 32).to(tl.int32)
+
+
+@triton.jit
+def index_in(key):
+    """The index that a key was made of."""
+    return 0x7FFFFFFF - (key & 0x7FFFFFFF).to(tl.int32)
+
+
+@triton.jit
+def announce(overlap: tl.constexpr):
+    """The first half of `follow`. Between the halves a program may ask for memory to be fetched, and no more."""
+    if overlap == 2:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def await_forerunner(overlap: tl.constexpr):
+    """The second half of `follow`."""
+    if overlap > 0:
+        gdc_wait()
+    if overlap == 1:
+        gdc_launch_dependents()
+
+
+@triton.jit
+def follow(overlap: tl.constexpr):
+    """A kernel's first line, in every program: wait until the launch before is done, and let the next one be launched.
+
+    overlap: 0: launches are made one after another; 1: wait, then let the next one be launched; 2: the other way round.
+    Every program of a kernel waits before it reads or writes anything, so whatever was launched before is done then.
+    """
+    announce(overlap)
+    await_forerunner(overlap)

@@ -1,0 +1,90 @@
+"""Compile the products for a card that need not be there; run as a script, without the interpreter. Argument: its
+capability. Prints one JSON object: name -> shared memory and its limit, registers, stack, counts of instructions."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ddtree.kernels import matmul_jit
+from ddtree.kernels.matmul import pick_tiles
+
+SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
+TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
+POINTERS = {"weight", "bias", "out", "parts", "arrived", "x", "w", "scale"}
+INSTRUCTIONS = ("wgmma", "mma.sync", "tcgen05.mma", "cp.async", "griddepcontrol", "prefetch.L2")
+
+
+def build(kernel: Any, capability: int, types: dict[str, str], constants: dict[str, Any], **options: Any) -> Any:
+    """The compiled kernel; pointers and pitches are aligned, as a model's are."""
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        kind = "constexpr" if name in constants else types.get(name, "fp32" if name == "floor" else "i32")
+        signature[name] = kind
+        if kind.startswith("*") or name in ("columns", "inner", "span"):
+            attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+
+
+def product(capability: int, dtype: str, rows: int, kind: str, *, split: bool, chained: bool) -> Any:
+    """One of the products."""
+    tiles = pick_tiles(rows, SHARED[capability] >= 200 * 1024)
+    bulk = capability >= 90
+    types = dict.fromkeys(("weight", "bias", "x", "w", "out"), "*" + dtype) | {"parts": "*fp32", "arrived": "*i32"}
+    if bulk:
+        types |= {"x": f"tensordesc<{dtype}[{rows}, {tiles.depth}]>"}
+        types |= {"w": f"tensordesc<{dtype}[{tiles.columns}, {tiles.depth}]>"}
+    if kind == "parts":
+        types["out"] = "*fp32"
+    constants = {
+        "ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "KIND": kind, "SPLIT": split, "BIAS": True,
+        "BULK": bulk, "CHAINED": chained,
+    }  # fmt: skip
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": chained}
+    return build(matmul_jit.product_kernel, capability, types, constants, **options)
+
+
+def products(capability: int) -> Iterator[tuple[str, Any]]:
+    """Every number of rows, every kind."""
+    for dtype in TYPES.values():
+        for rows in (16, 32, 64, 128):
+            for kind, split in (("plain", False), ("gated", True), ("parts", True)):
+                if dtype == "fp16" and kind != "gated":
+                    continue
+                compiled = product(capability, dtype, rows, kind, split=split, chained=False)
+                yield f"{kind} {dtype} {rows}", compiled
+    if capability >= 90:
+        yield "plain bf16 16 chained", product(capability, "bf16", 16, "plain", split=True, chained=True)
+
+
+def resources(compiled: Any, capability: int) -> dict[str, int]:
+    """What a program needs and what it is made of."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(compiled.asm["cubin"])
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    registers, stack = (int(found[1]), int(found[2])) if found else (-1, -1)
+    counts = {name: compiled.asm["ptx"].count(name) for name in INSTRUCTIONS}
+    sizes = {"shared": compiled.metadata.shared, "limit": SHARED[capability]}
+    return sizes | {"registers": registers, "stack": stack} | counts
+
+
+def main() -> None:
+    capability = int(sys.argv[1])
+    print(json.dumps({name: resources(compiled, capability) for name, compiled in products(capability)}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,93 @@
+"""Compile the kernels of select, build, choose and accept for cards that need not be there; run as a script, without
+the interpreter. Prints one JSON object: name -> bytes of shared memory, registers and bytes of spills."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from ddtree.kernels import accept_jit, build_jit, choose_jit, select_jit
+
+# What a pointer points to, where it is not int64.
+POINTERS = {
+    **dict.fromkeys(["maxima"], "i32"),
+    **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms"], "fp32"),
+    **dict.fromkeys(["member", "tree", "done", "ended"], "u8"),
+    **dict.fromkeys(["temperatures"], "fp64"),
+}
+INT64 = {
+    *("ids", "candidates", "settings", "tokens", "parents", "depths", "ancestors", "seeds", "positions", "keys", "own"),
+    *("path", "count", "chosen", "remaining", "ends", "kept", "position"),
+}
+
+
+def compiled(kernel: Any, capability: int, constants: Mapping[str, Any], dtype: str = "bf16", warps: int = 4) -> Any:
+    """The kernel for a card; pointers and pitches are aligned, as they are in a round."""
+    constants = {**constants, "overlap": 2 if capability >= 90 else 0}
+    signature, attributes = {}, {}
+    for place, name in enumerate(kernel.arg_names):
+        if name in constants:
+            signature[name] = "constexpr"
+        elif name == "logits" or name in POINTERS or name in INT64:
+            signature[name] = "*" + (dtype if name == "logits" else POINTERS.get(name, "i64"))
+            attributes[(place,)] = [["tt.divisibility", 16]]
+        else:
+            signature[name] = "i32"
+            if kernel.params[place].do_not_specialize is False and (name.startswith("pitch") or name == "columns"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+
+
+def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """All of them, at the sizes that need the most; `every` adds the other dtypes and sizes."""
+    for dtype in ("bf16", "fp16", "fp32") if every else ("bf16",):
+        shape = {"width": 128, "per_segment": 32}
+        yield f"select.scan {dtype}", compiled(select_jit.scan, capability, shape, dtype)
+        yield f"choose.scan {dtype}", compiled(choose_jit.scan, capability, {"block": 4096}, dtype)
+    yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
+    for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
+        shape = {"width": 128, "chunk_block": 2048, "segment_block": 64, "k": k, "k_block": k, "bitonic": bitonic}
+        yield f"select.merge k{k} bitonic{bitonic:d}", compiled(select_jit.merge, capability, shape, warps=8)
+    for block in (32, 64, 128, 256) if every else (64,):
+        shape = {"block": block, "words": -(-block // 64)}
+        yield f"build {block}", compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
+    for block in (64, 256) if every else (64,):
+        shape = {"block": block, "words": block // 64, "column_block": 16, "end_block": 4}
+        shape |= {"has_member": True, "cuts": True, "settles": True}
+        yield f"accept {block}", compiled(accept_jit.accept, capability, shape)
+    yield "accept.advance", compiled(accept_jit.advance, capability, {"block": 32}, warps=1)
+
+
+def resources(binary: bytes) -> tuple[int, int]:
+    """Registers of a thread, and bytes of its local memory (spills), by cuobjdump."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(binary)
+        command = [knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        text = subprocess.run(command, capture_output=True, text=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (-1, -1)
+
+
+def main() -> None:
+    """Arguments: capabilities, then --every."""
+    report = {}
+    for capability in map(int, sys.argv[1].split(",")):
+        for name, binary in kernels(capability, every="--every" in sys.argv):
+            registers, stack = resources(binary.asm["cubin"])
+            report[f"sm_{capability} {name}"] = [binary.metadata.shared, registers, stack]
+            print(f"sm_{capability} {name}", report[f"sm_{capability} {name}"], file=sys.stderr)
+    print(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main()

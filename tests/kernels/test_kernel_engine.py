@@ -1,0 +1,82 @@
+"""The whole engine with rounds on the device, against rounds laid by the host: the same tokens, rounds and counts."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.drafter import DFlashDrafter
+from ddtree.engine import Engine
+from ddtree.engine.runner import DeviceRunner, HostRunner
+from ddtree.kernels import backend
+from ddtree.target import LlamaTarget
+from dflash_reference import BASE, change, random_tensors, save_checkpoint
+from llama_oracle import random_llama
+from scripted import CharText
+
+# In the interpreter it takes minutes.
+pytestmark = [] if torch.cuda.is_available() else [pytest.mark.full]
+LANES = [
+    (Speculation("tree", 7, 3), SamplingParams(max_tokens=9, ignore_eos=True, seed=1)),
+    (Speculation("linear"), SamplingParams(max_tokens=7, temperature=0.8, seed=2, ignore_eos=True)),
+    (Speculation("shadow-linear", 6, 4), SamplingParams(max_tokens=8, temperature=1.3, seed=3, ignore_eos=True)),
+    (Speculation("ar"), SamplingParams(max_tokens=4, ignore_eos=True)),
+    (Speculation("tree", 5, 2, 2), SamplingParams(max_tokens=6, temperature=0.7, seed=5, ignore_eos=True)),
+]
+HOST_LANE = (Speculation("tree", 7, 3), SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2))
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
+    model = random_llama(vocab_size=61, hidden_size=32, num_hidden_layers=3, head_dim=16, max_position_embeddings=64)
+    model.save_pretrained(target)
+    raw = change(BASE, {"num_hidden_layers": 1, "num_target_layers": 3, "dflash_config": {"target_layer_ids": [0, 1]}})
+    return target, save_checkpoint(drafter, raw, random_tensors(raw))
+
+
+def load(folders: tuple[Path, Path], device: torch.device, **config) -> Engine:
+    target = LlamaTarget.load(folders[0], torch.float32, device)
+    sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
+    drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, torch.float32, device)
+    speculation = Speculation("tree", 7, 3)
+    return Engine(
+        target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3, **config)
+    )
+
+
+def answers(engine: Engine, lanes) -> list:
+    requests = [engine.scheduler.add([5, 9, 2 + i], params, spec) for i, (spec, params) in enumerate(lanes)]
+    finished = {}
+    while engine.scheduler.has_work:
+        for request, chunk in engine.scheduler.step():
+            assert chunk.error is None
+            if chunk.generation:
+                finished[request] = chunk.generation
+    return [finished[request] for request in requests]
+
+
+def facts(generation) -> tuple:
+    return (
+        generation.token_ids,
+        generation.rounds,
+        generation.speculative,
+        generation.shadow,
+        generation.finish_reason,
+    )
+
+
+@pytest.mark.parametrize("lanes", [LANES, [*LANES[:2], HOST_LANE]], ids=["device alone", "with the host's part"])
+def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "KINDS", set())
+    host = load(folders, device)
+    assert isinstance(host.scheduler._runner, HostRunner)
+    expected = answers(host, lanes)
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    engine = load(folders, device)
+    assert isinstance(engine.scheduler._runner, DeviceRunner)
+    found = answers(engine, lanes)
+    assert [facts(g) for g in found] == [facts(g) for g in expected]
+    assert [[e.token_id for e in g.logprobs] for g in found] == [[e.token_id for e in g.logprobs] for g in expected]
+    assert max(g.speculative.accepted for g in found) > 0
