@@ -92,7 +92,7 @@ def test_a_copy_gives_the_beginning_of_one_slot_to_another() -> None:
 def test_memory_is_taken_as_it_is_written() -> None:
     statm = Path("/proc/self/statm")
     if not statm.exists():
-        pytest.skip("no /proc here")
+        pytest.skip("no /proc here")  # resident memory is read from Linux's files
 
     def resident() -> int:
         return int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -24,7 +24,7 @@ def random_linear(out: int, columns: int, bias: bool, dtype: torch.dtype) -> tup
 
 def need_packing(dtype: torch.dtype) -> None:
     if not packs("cpu", dtype):
-        pytest.skip(f"this machine does not pack {dtype}")
+        pytest.skip(f"this machine does not pack {dtype}")  # plain products are tested everywhere
 
 
 @pytest.mark.usefixtures("plain")

@@ -268,7 +268,7 @@ def test_partial_rotary_embedding_is_refused(tmp_path: Path) -> None:
 
 def test_unknown_quantisation_is_refused(gguf_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def dequantize(data: np.ndarray, kind: gguf.GGMLQuantizationType) -> np.ndarray:
-        raise NotImplementedError
+        raise NotImplementedError  # what gguf raises for a quantisation it does not know
 
     monkeypatch.setattr(gguf.quants, "dequantize", dequantize)
     with pytest.raises(UnsupportedModel, match="the quantisation F32"):

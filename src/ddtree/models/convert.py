@@ -154,7 +154,7 @@ def _dequantise(file: GGUF, name: str, place: Place) -> "Tensor":
     with _reading(file.path):
         try:
             values = np.array(dequantize(tensor.data, tensor.tensor_type), dtype=np.float32).reshape(place.shape)
-        except NotImplementedError as error:
+        except NotImplementedError as error:  # how gguf says that it does not know a quantisation
             raise file.refuse(f"the quantisation {tensor.tensor_type.name} (of {name})") from error
     weight = torch.from_numpy(values)
     if place.heads:

@@ -88,7 +88,7 @@ class _Message(Strict):
 
     def for_template(self, index: int) -> dict[str, Any]:
         """As chat templates take it. index: the message's place in the chat. Raises `ApiError`."""
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: every role has its own
 
 
 class _Said(_Message):
