@@ -1,5 +1,6 @@
 """An engine that answers from a script, so that the command line is tested without weights."""
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -34,6 +35,7 @@ class FakeEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
+        self.loaded_by = threading.current_thread()
         self.speculation = config.speculation
         self.max_model_len = config.max_model_len or 8192
         self.text = FakeText()

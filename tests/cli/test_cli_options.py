@@ -277,3 +277,9 @@ def test_a_bug_keeps_its_traceback(ddtree: Command, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(Engine, "load", load)
     with pytest.raises(ZeroDivisionError):
         app(["generate", "Hi"])
+
+
+def test_a_served_engine_is_loaded_by_a_thread_that_is_gone(observe: Any, engines: list[FakeEngine]) -> None:
+    """See `threads.in_passing_thread`: what loads leaves OpenMP threads behind as long as it lives."""
+    observe("serve")
+    assert not engines[0].loaded_by.is_alive()

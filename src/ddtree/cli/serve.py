@@ -8,6 +8,7 @@ from ddtree.cli import options as opt
 from ddtree.cli.interrupts import interrupts_end_at_once
 from ddtree.cli.load import load_engine
 from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.threads import in_passing_thread
 
 SEED = "Seed of every request that sends none; default: a fresh one for each."
 SERVED = "Name that clients ask for; may be given several times, answers show the first. Default: that of --model."
@@ -98,4 +99,6 @@ def serve(
         spec_decode_metrics=per_request_spec_decode_metrics,
     )
     check_port(host, port)
-    serve_http(load_engine(config), host, port, options)
+    with interrupts_end_at_once():  # a model that was being prepared leaves a hidden folder; the next start removes it
+        engine = in_passing_thread(lambda: load_engine(config))
+    serve_http(engine, host, port, options)
