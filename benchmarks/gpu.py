@@ -168,7 +168,7 @@ def measure(name: str, context: int, batch: int, args: argparse.Namespace) -> di
 def _tensors(target: LlamaTarget) -> list[torch.Tensor]:
     linears = [target.lm_head.weight]
     for layer in target.layers:
-        linears += [layer.qkv.weight, layer.out.weight, layer.gate_up.weight, layer.down.weight]
+        linears += [layer.qkv.weight, layer.out.weight, layer.gated.linear.weight, layer.down.weight]
     return linears
 
 

@@ -9,6 +9,7 @@ The last line is JSON: the best of each, torch's beside it, and what failed.
 
 import argparse
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -23,9 +24,7 @@ from torch import Tensor
 from common import finish, machine, parser
 from ddtree import kernels
 from ddtree.kernels.matmul import (
-    Chain,
     ProductTiles,
-    add_parts_norm,
     gated,
     pick_splits,
     product,
@@ -50,17 +49,18 @@ MODELS: dict[str, dict[str, tuple[int, int, str, tuple[int, ...]]]] = {
         "head": (49152, 576, "plain", (1,)),
     },
 }
-TILES = {
-    16: [(64, 128, 5, 4), (64, 256, 5, 4), (128, 128, 6, 4), (128, 64, 6, 4), (64, 128, 10, 4)],
-    64: [(128, 64, 4, 4), (128, 128, 4, 4), (64, 128, 3, 4)],
-    128: [(128, 64, 6, 8), (128, 64, 3, 8)],
+TILES = {  # rows of x -> columns, depth, stages, warps, rows of a program
+    16: [(64, 128, 5, 4, 16), (64, 256, 5, 4, 16), (128, 128, 6, 4, 16)],
+    32: [(64, 128, 4, 4, 32), (64, 128, 5, 4, 16), (128, 64, 4, 4, 32)],
+    64: [(128, 64, 4, 4, 64), (128, 128, 4, 4, 64), (64, 128, 3, 4, 64), (64, 128, 4, 4, 32), (64, 128, 5, 4, 16)],
+    128: [(128, 64, 6, 8, 128), (128, 64, 4, 4, 64), (64, 128, 3, 4, 64), (64, 128, 4, 4, 32), (64, 128, 5, 4, 16)],
 }
 COLD = 250_000_000  # bytes that a graph reads before it comes back to the same weights
 
 
 def name_of(tiles: ProductTiles) -> str:
     """As in the output."""
-    return f"{tiles.columns}x{tiles.depth}x{tiles.stages}w{tiles.warps}"
+    return f"{tiles.columns}x{tiles.depth}x{tiles.stages}w{tiles.warps}r{tiles.rows}"
 
 
 def graph_time(call: Callable[[int], Any], calls: int, turns: int = 9) -> float:
@@ -154,7 +154,7 @@ def check(kind: str, columns: int, inner: int, dtype: torch.dtype) -> list[str]:
         if not torch.equal(run(kind, beside, weight)[..., 0, :], alone[0]):
             wrong.append(f"bits differ beside others at M={rows}")
     for rows, shapes in TILES.items():
-        for shape in shapes[:2]:
+        for shape in shapes:
             here = run(kind, x[: min(rows, 16)] if rows == 16 else x[:rows], weight, tiles=ProductTiles(*shape))
             if not torch.equal(here[..., 3, :], alone[3]):
                 wrong.append(f"bits of tiles {shape} differ")
@@ -194,16 +194,16 @@ def time_shape(model: str, part: str, best: dict[str, Any]) -> None:
     copies = max(2, min(300, -(-COLD // size)))
     calls = max(copies, min(24, 4 * COLD // size), 3)
     weights = [torch.randn(columns, inner, dtype=torch.bfloat16, device=DEVICE) for _ in range(copies)]
-    for rows in (1, 8, 16, 64, 128):
+    for rows in (1, 16, 32, 64, 128):
         x = torch.randn(rows, inner, device=DEVICE).bfloat16()
         torch_time = graph_time(lambda i, a=x: F.linear(a, weights[i % copies]), calls)
         found: dict[str, float] = {}
         shapes = TILES[max(16, rows)]
-        if rows in (8, 16) or model == "smol":
-            shapes = shapes[:1] if rows < 64 or model == "smol" else shapes
+        if rows == 16:
+            shapes = shapes[:1]
         ways = [(shape, splits, kind) for shape in shapes for splits in all_splits]
         if kind == "parts":
-            ways.append((shapes[0], pick_splits(columns, inner), "plain"))
+            ways.append((shapes[0], pick_splits(columns, inner, True), "plain"))
         for shape, splits, way in ways:
             tiles = ProductTiles(*shape)
             name = f"{name_of(tiles)}s{splits}" + ("+reduce" if way != kind else "")
@@ -240,37 +240,36 @@ class Layer:
         states = kernels.add_norm(x, delta, self.scale, 0.1, torch.bfloat16)
         return F.linear(kernels.swiglu(F.linear(states, self.gate_up)), self.down)
 
-    def ours(self, x: Tensor, parts: Tensor, heads: Tensor, chain: Chain | None) -> Tensor:
+    def ours(self, x: Tensor, parts: Tensor, heads: Tensor) -> Tensor:
         """The same by our products."""
-        states = add_parts_norm(x, parts, self.scale, 0.1, torch.bfloat16, chain)
-        product(states, self.qkv, chain=chain)
-        parts = product_parts(kernels.swiglu(heads), self.out, chain=chain)
-        states = add_parts_norm(x, parts, self.scale, 0.1, torch.bfloat16, chain)
-        return product_parts(gated(states, self.gate_up, chain=chain), self.down, chain=chain)
+        states = kernels.add_norm(x, parts, self.scale, 0.1, torch.bfloat16)
+        product(states, self.qkv)
+        parts = product_parts(kernels.swiglu(heads), self.out)
+        states = kernels.add_norm(x, parts, self.scale, 0.1, torch.bfloat16)
+        return product_parts(gated(states, self.gate_up), self.down)
 
 
 def time_layers(model: str) -> dict[str, Any]:
-    """Microseconds of a layer without its attention: torch's products, ours, ours started early (with a look ahead)."""
+    """Microseconds of a layer without its attention: torch's products, ours, ours with launches that overlap."""
     count = 5 if model == "qwen" else 60
     layers = [Layer(model) for _ in range(count)]
     hidden = layers[0].qkv.shape[1]
     results: dict[str, Any] = {}
-    ways: dict[str, Chain | None] = {"ours": None} | {f"chained{a}": Chain(a) for a in (0, 128, 256, 512, 1024)}
+    ways = {"ours": "0", "overlapped": "2"}
     for rows in (1, 16, 64):
         x, heads = torch.randn(rows, hidden, device=DEVICE), torch.randn(rows, 2 * hidden, device=DEVICE).bfloat16()
         delta = torch.randn(rows, hidden, device=DEVICE).bfloat16()
         parts = product_parts(torch.randn(rows, layers[0].down.shape[1], device=DEVICE).bfloat16(), layers[0].down)
         found = {"torch": graph_time(lambda i, a=(x, delta, heads): layers[i % count].plain(*a), 2 * count)}
         start = torch.randn(rows, hidden, device=DEVICE)  # x grows
-        want = layers[0].ours(start.clone(), parts, heads, None)
-        for name, chain in ways.items():
+        want = layers[0].ours(start.clone(), parts, heads)
+        for name, overlap in ways.items():
+            os.environ["DDTREE_OVERLAP"] = overlap
             try:
-                got = layers[0].ours(start.clone(), parts, heads, chain)
+                got = layers[0].ours(start.clone(), parts, heads)
                 if not torch.equal(got, want):
                     print(f"FAILED layers {model} {rows} {name}: bits differ")
-                found[name] = graph_time(
-                    lambda i, a=(x, parts, heads), c=chain: layers[i % count].ours(*a, c), 2 * count
-                )
+                found[name] = graph_time(lambda i, a=(x, parts, heads): layers[i % count].ours(*a), 2 * count)
             except Exception as error:
                 print(f"layers {name}: {type(error).__name__} {str(error)[:200]}")
         results[f"{model} {rows}"] = found

@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ddtree.kernels import matmul_jit
-from ddtree.kernels.matmul import pick_tiles
+from ddtree.kernels.matmul import ProductTiles, pick_tiles
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -37,9 +37,9 @@ def build(kernel: Any, capability: int, types: dict[str, str], constants: dict[s
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def product(capability: int, dtype: str, rows: int, kind: str, *, split: bool, chained: bool) -> Any:
+def product(capability: int, dtype: str, tiles: ProductTiles, kind: str, *, split: bool, overlap: int) -> Any:
     """One of the products."""
-    tiles = pick_tiles(rows, SHARED[capability] >= 200 * 1024)
+    rows = tiles.rows
     bulk = capability >= 90
     types = dict.fromkeys(("weight", "bias", "x", "w", "out"), "*" + dtype) | {"parts": "*fp32", "arrived": "*i32"}
     if bulk:
@@ -49,23 +49,31 @@ def product(capability: int, dtype: str, rows: int, kind: str, *, split: bool, c
         types["out"] = "*fp32"
     constants = {
         "ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "KIND": kind, "SPLIT": split, "BIAS": True,
-        "BULK": bulk, "CHAINED": chained,
+        "BULK": bulk, "overlap": overlap,
     }  # fmt: skip
-    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": chained}
+    options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": overlap > 0}
     return build(matmul_jit.product_kernel, capability, types, constants, **options)
+
+
+def all_tiles(capability: int) -> list[ProductTiles]:
+    """Every shape that is ever picked, the one for few rows first."""
+    large = SHARED[capability] >= 200 * 1024
+    cases = [(rows, columns) for rows in (1, 32, 64, 128) for columns in (576, 8192, 16384, 151936)]
+    return list(dict.fromkeys(pick_tiles(rows, columns, 1, large) for rows, columns in cases))
 
 
 def products(capability: int) -> Iterator[tuple[str, Any]]:
     """Every number of rows, every kind."""
     for dtype in TYPES.values():
-        for rows in (16, 32, 64, 128):
+        for tiles in all_tiles(capability):
             for kind, split in (("plain", False), ("gated", True), ("parts", True)):
                 if dtype == "fp16" and kind != "gated":
                     continue
-                compiled = product(capability, dtype, rows, kind, split=split, chained=False)
-                yield f"{kind} {dtype} {rows}", compiled
+                compiled = product(capability, dtype, tiles, kind, split=split, overlap=0)
+                yield f"{kind} {dtype} {tiles}", compiled
     if capability >= 90:
-        yield "plain bf16 16 chained", product(capability, "bf16", 16, "plain", split=True, chained=True)
+        tiles = all_tiles(capability)[0]
+        yield "plain bf16 16 overlapped", product(capability, "bf16", tiles, "plain", split=True, overlap=2)
 
 
 def resources(compiled: Any, capability: int) -> dict[str, int]:

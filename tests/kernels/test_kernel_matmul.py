@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from ddtree.kernels import matmul
-from ddtree.kernels.matmul import ProductTiles, add_parts_norm, gated, interleave_gate_up, product, product_parts
-from ddtree.layers import RMSNorm
+from ddtree.kernels import add_norm, backend, matmul, swiglu
+from ddtree.kernels.matmul import ProductTiles, gated, interleave_gate_up, product, product_parts
+from ddtree.layers import GatedLinear, Linear, RMSNorm
 
 CLOSE = {torch.float16: {"atol": 2e-3, "rtol": 2e-3}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
 SMALL = ProductTiles(64, 64, 2, 4)
@@ -72,14 +72,53 @@ def test_gated_equals_the_layers_own(device, rows, splits, biased):
     torch.testing.assert_close(got, F.silu(gate) * up, atol=2e-2, rtol=2e-2)
 
 
-def test_parts_into_the_stream(device):
+@pytest.mark.parametrize("biased", [False, True])
+def test_parts_into_the_stream(device, biased):
     x = torch.randn(3, 100, device=device)
     parts = torch.randn(2, 3, 100, device=device)
+    bias = torch.randn(100, device=device).half() if biased else None
     norm = RMSNorm(torch.rand(100, device=device) + 0.5, 1e-5)
-    stream = x.clone()
-    states = add_parts_norm(stream, parts, norm.scale, norm.squares, torch.float16)
-    assert torch.equal(stream, x + (parts[0] + parts[1]))
+    stream, kept = x.clone(), torch.empty(3, 300, device=device)
+    states = add_norm(stream, parts, norm.scale, norm.squares, torch.float16, kept[:, 100:200], bias)
+    delta = parts[0] + parts[1]
+    want = x + (delta if bias is None else delta + bias.float())
+    assert torch.equal(stream, want)
+    assert torch.equal(kept[:, 100:200], want)
     torch.testing.assert_close(states, norm(stream, torch.float16))
+
+
+def test_gate_and_up_in_turns(device):
+    gate_up = torch.randn(3, 2 * 1100, device=device).bfloat16()
+    assert torch.equal(swiglu(interleave_gate_up(gate_up.T).T.contiguous(), turns=True), swiglu(gate_up))
+
+
+@pytest.mark.parametrize("biased", [False, True])
+def test_layers_are_the_same_for_few_rows(device, biased, monkeypatch):
+    """Rows of a round go through the kernels, a prompt's through the vendor's products."""
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    torch.manual_seed(0)
+    weights = [(torch.randn(72, 64, device=device) / 8).bfloat16() for _ in range(3)]
+    bias = torch.randn(144, device=device).bfloat16() if biased else None
+    x, norm = torch.randn(5, 64, device=device).bfloat16(), RMSNorm(torch.rand(72, device=device) + 0.5, 1e-5)
+    linear, both = Linear(weights[0], bias[:72] if biased else None), GatedLinear(weights[1], weights[2], bias)
+    assert linear.kernel
+    assert both.turns
+    torch.testing.assert_close(linear(x, few=True), linear(x), **CLOSE[torch.bfloat16])
+    halves = bias.chunk(2) if biased else (None, None)
+    gate, up = F.linear(x, weights[1], halves[0]), F.linear(x, weights[2], halves[1])
+    torch.testing.assert_close(both(x), F.silu(gate) * up, atol=2e-2, rtol=2e-2)
+    torch.testing.assert_close(both(x, few=True), both(x), atol=2e-2, rtol=2e-2)
+    streams = torch.randn(5, 72, device=device).repeat(2, 1, 1)
+    states = [linear.add_norm(streams[i], x, norm, torch.float16, None, few) for i, few in enumerate((True, False))]
+    torch.testing.assert_close(streams[0], streams[1], **CLOSE[torch.bfloat16])
+    torch.testing.assert_close(states[0], states[1], **CLOSE[torch.bfloat16])
+
+
+def test_a_prompt_does_not_take_the_kernels(device, monkeypatch):
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    monkeypatch.setattr(matmul, "jit", None)
+    linear = Linear(torch.randn(72, 64, device=device).bfloat16())
+    linear(torch.randn(5, 64, device=device).bfloat16())
 
 
 @pytest.fixture
@@ -126,13 +165,20 @@ def test_rows_do_not_meet(device, kind):
 
 
 def test_splits_by_shape_alone():
-    assert [matmul.pick_splits(n, k) for n, k in ((151936, 4096), (24576, 4096), (4096, 4096), (576, 576))] == [
-        1,
-        1,
-        4,
-        3,
-    ]
+    shapes = ((151936, 4096), (24576, 4096), (6144, 4096), (4096, 20480), (960, 576))
+    assert [matmul.pick_splits(n, k, parts=False) for n, k in shapes] == [1, 1, 1, 4, 1]
+    shapes = ((4096, 4096), (4096, 12288), (576, 576), (576, 1536))
+    assert [matmul.pick_splits(n, k, parts=True) for n, k in shapes] == [4, 4, 3, 6]
+
+
+@pytest.mark.parametrize("large", [True, False])
+def test_programs_share_the_rows_where_they_are_few(large):
     assert [matmul.rows_of(n) for n in (1, 16, 17, 64, 65, 500)] == [16, 16, 32, 64, 128, 128]
+    picked = {(m, n): matmul.pick_tiles(m, n, 1, large).rows for m in (1, 64, 128, 512) for n in (576, 24576)}
+    assert picked == {
+        (1, 576): 16, (64, 576): 32, (128, 576): 32, (512, 576): 32,
+        (1, 24576): 16, (64, 24576): 64, (128, 24576): 128, (512, 24576): 128,
+    }  # fmt: skip
 
 
 def test_refusals(device):
@@ -142,8 +188,8 @@ def test_refusals(device):
             product(bad_x, bad_weight)
     with pytest.raises(ValueError, match="in turns"):
         gated(x, weight[:63])
-    with pytest.raises(ValueError, match="do not fit the stream"):
-        add_parts_norm(x.float(), x.float(), x[0], 0.1, torch.float16)
+    with pytest.raises(ValueError, match="fit the stream"):
+        add_norm(x.float(), x[:, :8].float(), x[0], 0.1, torch.float16)
 
 
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])

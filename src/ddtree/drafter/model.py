@@ -16,6 +16,7 @@ from ddtree.kernels import AttentionRows
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
+    GatedLinear,
     Heads,
     HostPlace,
     KVCache,
@@ -26,7 +27,6 @@ from ddtree.layers import (
     Workspaces,
     add_norm,
     interleave,
-    swiglu,
 )
 from ddtree.layers.fields import read_config
 from ddtree.layers.weights import Weights, open_weights
@@ -42,7 +42,7 @@ class _Layer:
     key_norm: RMSNorm
     out: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
+    gated: GatedLinear
     down: Linear
 
 
@@ -125,7 +125,7 @@ class DFlashDrafter:
                 weights(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.attention_bias else None,
             ),
             mlp_norm=norm("post_attention_layernorm", c.hidden_size),
-            gate_up=Linear(torch.cat(gate_up)),
+            gated=GatedLinear(*gate_up),
             down=Linear(weights(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
         )
 
@@ -143,9 +143,9 @@ class DFlashDrafter:
             counts = counts or [longest] * batch
             new = torch.cat([features[b, :count] for b, count in enumerate(counts)])  # [M, taps * H]
             place = self._host_place(cache, position, counts)
-        fused = self._fused(new)
+        fused = self._fused(new, place.few)
         for index, layer in enumerate(self.layers):
-            place.project(cache, index, layer.key_value(fused), self._heads(layer, queries=False, kv=True))
+            place.project(cache, index, layer.key_value(fused, place.few), self._heads(layer, queries=False, kv=True))
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
         """See Drafter.propose; depths is at most block_size - 1.
@@ -166,19 +166,19 @@ class DFlashDrafter:
             place: Place = self._device_place(cache, batch, block, position, attends=True)
         else:
             place = self._host_place(cache, position, [block] * batch)
-        delta: Tensor | None = None
-        for index, layer in enumerate(self.layers):
-            states = add_norm(x, delta, layer.input_norm, dtype)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # after each layer
+        states = add_norm(x, None, self.layers[0].input_norm, dtype)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
             query = self._project(place, cache, index, states)
             attended = place.attend(cache, index, query, c.windows[index], c.causal[index])
-            states = add_norm(x, layer.out(attended), layer.mlp_norm, dtype)
-            delta = layer.down(swiglu(layer.gate_up(states)))
-        hidden = add_norm(x, delta, self.norm, dtype).unflatten(0, (batch, block))
+            states = layer.out.add_norm(x, attended, layer.mlp_norm, dtype, None, place.few)
+            states = layer.down.add_norm(x, layer.gated(states, place.few), norm, dtype, None, place.few)
+        hidden = states.unflatten(0, (batch, block))
         return self._logits(hidden[:, 1 : depths + 1].flatten(0, 1)).unflatten(0, (batch, depths))
 
-    def _fused(self, features: Tensor) -> Tensor:
+    def _fused(self, features: Tensor, few: bool) -> Tensor:
         """features [M, taps * H] -> [M, H]: what the layers take for the context."""
-        fused = self.fuse(features)
+        fused = self.fuse(features, few)
         if usable(fused.device):
             return kernels.add_norm(fused, None, self.context_norm.scale, self.context_norm.squares, self.dtype)
         return self.context_norm(fused.float(), self.dtype)
@@ -187,10 +187,14 @@ class DFlashDrafter:
         """The queries of a block's states [M, H]; keys and values go into the cache."""
         layer = self.layers[index]
         if layer.joint is not None:
-            query = place.project(cache, index, layer.joint(states), self._heads(layer, queries=True, kv=True))
+            query = place.project(
+                cache, index, layer.joint(states, place.few), self._heads(layer, queries=True, kv=True)
+            )
         else:
-            place.project(cache, index, layer.key_value(states), self._heads(layer, queries=False, kv=True))
-            query = place.project(None, index, layer.query(states), self._heads(layer, queries=True, kv=False))
+            place.project(cache, index, layer.key_value(states, place.few), self._heads(layer, queries=False, kv=True))
+            query = place.project(
+                None, index, layer.query(states, place.few), self._heads(layer, queries=True, kv=False)
+            )
         assert query is not None
         return query
 
@@ -212,7 +216,8 @@ class DFlashDrafter:
             self._turns = self.rope.turns(torch.arange(cache.length, device=self.device))
         heads = Heads(c.num_heads, c.num_kv_heads, c.head_dim)
         work = self._work.get(batch, rows, heads, cache) if attends else None
-        return DevicePlace(AttentionRows(cache.slot, position), self._turns, work)
+        few = batch * rows <= kernels.MOST_ROWS  # else a prompt's; a draft's bits are nobody's output
+        return DevicePlace(AttentionRows(cache.slot, position), self._turns, work, few)
 
     def _logits(self, hidden: Tensor) -> Tensor:
         logits = self._head(hidden)

@@ -10,12 +10,14 @@ from ddtree.kernels.build import Plan, PlanRow, build
 from ddtree.kernels.choose import choose
 from ddtree.kernels.commit import commit
 from ddtree.kernels.gather import embed, take
+from ddtree.kernels.matmul import MOST_ROWS, gated, interleave_gate_up, product, product_parts, suits
 from ddtree.kernels.norm import add_norm, swiglu
 from ddtree.kernels.qkv import HeadNorms, write_heads
 from ddtree.kernels.report import report
 from ddtree.kernels.select import propose, top_k
 
 __all__ = [
+    "MOST_ROWS",
     "AttentionRows",
     "AttentionWorkspace",
     "HeadNorms",
@@ -30,10 +32,15 @@ __all__ = [
     "choose",
     "commit",
     "embed",
+    "gated",
+    "interleave_gate_up",
     "locate",
+    "product",
+    "product_parts",
     "propose",
     "report",
     "settle",
+    "suits",
     "swiglu",
     "take",
     "top_k",

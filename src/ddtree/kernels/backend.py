@@ -37,16 +37,16 @@ def jit(name: str) -> ModuleType:
         ) from error
 
 
-def overlap(device: torch.device) -> dict[str, Any]:
+def overlap(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     """Options of a launch whose kernel begins with `follow`: whether it may be launched before its forerunner is done.
 
-    From compute capability 9.0 on (programmatic dependent launch), where the environment's DDTREE_OVERLAP asks for it:
-    1 or 2, see `follow`. Off by default: with products in between that do not take part it gains nothing (docs/log.md).
+    From compute capability 9.0 on (programmatic dependent launch). The environment's DDTREE_OVERLAP chooses how: 1 or
+    2, see `follow`; 0: not at all.
     """
-    wanted = int(os.environ.get("DDTREE_OVERLAP") or 0)
-    if device.type != "cuda" or wanted == 0 or not _overlaps(device):
+    how = int(os.environ.get("DDTREE_OVERLAP") or 2)
+    if device.type != "cuda" or not wanted or how == 0 or not _overlaps(device):
         return {"overlap": 0}
-    return {"overlap": wanted, "launch_pdl": True}
+    return {"overlap": how, "launch_pdl": True}
 
 
 @lru_cache

@@ -68,3 +68,12 @@ def follow(overlap: tl.constexpr):
     """
     announce(overlap)
     await_forerunner(overlap)
+
+
+@triton.jit
+def sum_parts(parts, at, size, count, mask):
+    """The parts of a sum at `at`, which lie `size` apart, added in their order: float32."""
+    total = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    for part in range(1, count):
+        total += tl.load(parts + part * size + at, mask=mask, other=0.0, cache_modifier=".cg").to(tl.float32)
+    return total

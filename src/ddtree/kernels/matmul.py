@@ -11,12 +11,18 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ddtree.kernels.backend import jit, power_of_two
+from ddtree.kernels.backend import jit, overlap, power_of_two
 
 GRAIN = 256  # cuts of the inner dimension are multiples of it, and of every tile's depth
 MOST_ROWS = 128  # of one program; more rows take more programs
 _TARGET = 256  # programs of 64 columns that keep a large card busy
 _MOST_SPLITS = 8
+_CARD, _FEW = 132, 64  # programs that fill a card, and half of one
+_ENOUGH = 96  # programs of 64 columns that need no parts where somebody must wait for the last one,
+_SHORT = 1024  # nor does so short a sum
+_OVERLAPPING = 32  # programs of more rows take so much of a card that those launched early are in the way (docs/log.md)
+_AHEAD = 256  # weights of each row that an overlapped launch brings into the L2 cache before its wait,
+_SMALL = 4 << 20  # of matrices below so many bytes: of larger ones it costs more than it brings
 
 
 @dataclass(frozen=True)
@@ -27,45 +33,45 @@ class ProductTiles:
     depth: int = 128
     stages: int = 5
     warps: int = 4
+    rows: int = 0  # of x; 0: as many as there are, see rows_of
 
 
-# By rows of a program and whether shared memory is as large as a Hopper's.
-_TILES = {
-    (16, True): ProductTiles(64, 128, 5, 4),
-    (32, True): ProductTiles(64, 128, 4, 4),
-    (64, True): ProductTiles(128, 64, 4, 4),
-    (128, True): ProductTiles(128, 64, 6, 8),
-    (16, False): ProductTiles(64, 128, 4, 4),
-    (32, False): ProductTiles(64, 128, 4, 4),
-    (64, False): ProductTiles(128, 64, 4, 4),
-    (128, False): ProductTiles(128, 64, 3, 8),
-}
+def pick_splits(columns: int, inner: int, parts: bool) -> int:
+    """In how many parts the inner dimension is summed up: a matter of the weight's shape and use alone.
 
-
-@dataclass(frozen=True)
-class Chain:
-    """Programmatic dependent launch (Hopper and newer): the kernel starts while the one before it ends."""
-
-    ahead: int = 0  # weights of each row that are brought into the L2 cache before the wait
-
-
-def pick_splits(columns: int, inner: int) -> int:
-    """In how many parts the inner dimension is summed up: a matter of the weight's shape alone."""
-    splits = power_of_two(-(-_TARGET // -(-columns // 64)))
-    if splits * 64 * -(-columns // 64) > 64 * _TARGET * 3 // 2:
+    parts: the parts are the result, so that nobody waits for the last one.
+    """
+    across = -(-columns // 64)
+    if not parts and (across >= _ENOUGH or inner <= _SHORT):
+        return 1
+    splits = power_of_two(-(-_TARGET // across))
+    if splits * across > _TARGET * 3 // 2:
         splits //= 2
     return max(1, min(splits, _MOST_SPLITS, -(-inner // GRAIN)))
 
 
 def rows_of(rows: int) -> int:
-    """Rows of a program."""
+    """Rows of a program that takes as many as it can."""
     return max(16, min(MOST_ROWS, power_of_two(rows)))
 
 
 @lru_cache
-def pick_tiles(rows: int, large: bool) -> ProductTiles:
-    """For programs of so many rows (see rows_of). large: shared memory of a block is at least 200 KiB."""
-    return _TILES[rows, large]
+def pick_tiles(rows: int, columns: int, splits: int, large: bool) -> ProductTiles:
+    """The best of those measured on an H200 (docs/log.md). large: shared memory of a block is at least 200 KiB.
+
+    Few programs leave most of a card idle: then they share the rows, though each reads the weights for itself.
+    """
+    height = rows_of(rows)
+    programs = splits * -(-columns // 64)
+    if height == 16:
+        return ProductTiles(64, 128, 5 if large else 4, 4, 16)
+    if height == 32 or programs <= _FEW or (height == 64 and programs <= _CARD):
+        return ProductTiles(64, 128, 4, 4, 32)
+    if programs <= _CARD or (height == 64 and programs <= 2 * _CARD):
+        return ProductTiles(64, 128, 3, 4, 64)
+    if height == 64 or programs <= 2 * _CARD:
+        return ProductTiles(128, 64, 4, 4, 64)
+    return ProductTiles(128, 64, 6 if large else 3, 8, 128)
 
 
 @lru_cache
@@ -93,7 +99,6 @@ class _Launch:
     kind: str  # "plain", "gated" or "parts"
     splits: int | None = None
     tiles: ProductTiles | None = None
-    chain: Chain | None = None
 
 
 def product(
@@ -102,7 +107,6 @@ def product(
     bias: Tensor | None = None,
     tiles: ProductTiles | None = None,
     splits: int | None = None,
-    chain: Chain | None = None,
 ) -> Tensor:
     """x @ weight^T + bias, summed in float32. Equals F.linear but for the order of the sum.
 
@@ -113,7 +117,7 @@ def product(
     Returns: [M, N] in the weight's dtype. Raises ValueError for shapes and dtypes that do not fit.
     """
     out = torch.empty(len(x), len(weight), dtype=weight.dtype, device=x.device)
-    _launch(x, weight, bias, out, _Launch("plain", splits, tiles, chain))
+    _launch(x, weight, bias, out, _Launch("plain", splits, tiles))
     return out
 
 
@@ -123,7 +127,6 @@ def gated(
     bias: Tensor | None = None,
     tiles: ProductTiles | None = None,
     splits: int | None = None,
-    chain: Chain | None = None,
 ) -> Tensor:
     """silu(gate) * up of a product with gate and up in turns (see interleave_gate_up): [M, N / 2].
 
@@ -132,47 +135,16 @@ def gated(
     if len(weight) % 2:
         raise ValueError(f"{len(weight)} rows are not gate and up in turns")
     out = torch.empty(len(x), len(weight) // 2, dtype=weight.dtype, device=x.device)
-    _launch(x, weight, bias, out, _Launch("gated", splits, tiles, chain))
+    _launch(x, weight, bias, out, _Launch("gated", splits, tiles))
     return out
 
 
-def product_parts(
-    x: Tensor,
-    weight: Tensor,
-    tiles: ProductTiles | None = None,
-    splits: int | None = None,
-    chain: Chain | None = None,
-) -> Tensor:
-    """A product as the parts of its sum [S, M, N] float32, for add_parts_norm: spares it a reduction."""
-    splits = pick_splits(*weight.shape) if splits is None else splits
+def product_parts(x: Tensor, weight: Tensor, tiles: ProductTiles | None = None, splits: int | None = None) -> Tensor:
+    """A product as the parts of its sum [S, M, N] float32, for norm.add_norm: spares it a reduction."""
+    splits = pick_splits(*weight.shape, True) if splits is None else splits
     parts = torch.empty(_real_splits(splits, weight.shape[1]), len(x), len(weight), device=x.device)
-    _launch(x, weight, None, parts, _Launch("parts", splits, tiles, chain))
+    _launch(x, weight, None, parts, _Launch("parts", splits, tiles))
     return parts
-
-
-def add_parts_norm(
-    x: Tensor, parts: Tensor, scale: Tensor, floor: float, dtype: torch.dtype, chain: Chain | None = None
-) -> Tensor:
-    """norm.add_norm with the parts of a product: x += their sum in float32, in order, and the norm of x.
-
-    Args: x: [M, H] float32, dense; parts: [S, M, H] float32, dense. The others as in norm.add_norm.
-    """
-    rows, columns = x.shape
-    if parts.shape[1:] != x.shape or not parts.is_contiguous() or not x.is_contiguous():
-        raise ValueError(f"parts {tuple(parts.shape)} do not fit the stream {tuple(x.shape)}")
-    out = torch.empty(rows, columns, dtype=dtype, device=x.device)
-    block = power_of_two(columns)
-    jit("matmul").add_norm_kernel[(rows,)](
-        x, parts, scale, scale, out, rows, columns, len(parts), floor,
-        BLOCK=block, BIAS=False, num_warps=max(1, min(16, block // 256)), **_chained(chain, x.device),
-    )  # fmt: skip
-    return out
-
-
-def _chained(chain: Chain | None, device: torch.device) -> dict[str, bool]:
-    if chain is None or device.type != "cuda" or not _card(device)[0]:
-        return {"CHAINED": False}
-    return {"CHAINED": True, "launch_pdl": True}
 
 
 def _span(splits: int, inner: int) -> int:
@@ -200,12 +172,12 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: _L
     (rows, inner), columns = x.shape, len(weight)
     if not suits(weight) or x.dtype != weight.dtype or weight.shape[1] != inner or not x.is_contiguous():
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit")
-    splits = pick_splits(columns, inner) if how.splits is None else how.splits
+    splits = pick_splits(columns, inner, how.kind == "parts") if how.splits is None else how.splits
     span = _span(splits, inner)
     splits = -(-inner // span)
-    height = rows_of(rows)
     bulk, large = _card(x.device)
-    tiles = how.tiles or pick_tiles(height, large)
+    tiles = how.tiles or pick_tiles(rows, columns, splits, large)
+    height = tiles.rows or rows_of(rows)
     blocks, across = -(-rows // height), -(-columns // tiles.columns)
     parts, arrived = out, out
     if how.kind != "parts" and splits > 1:
@@ -218,8 +190,8 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: _L
         w_source = kernels.TensorDescriptor(weight, [columns, inner], [inner, 1], [tiles.columns, tiles.depth])
     kernels.product_kernel[(across * splits * blocks,)](
         x_source, w_source, weight, weight if bias is None else bias, out, parts, arrived,
-        rows, columns, inner, splits, span, blocks, 0 if how.chain is None else how.chain.ahead,
+        rows, columns, inner, splits, span, blocks, _AHEAD if weight.nbytes < _SMALL else 0,
         ROWS=height, COLUMNS=tiles.columns, DEPTH=tiles.depth, KIND=how.kind, SPLIT=splits > 1,
         BIAS=bias is not None, BULK=bulk,
-        num_warps=tiles.warps, num_stages=tiles.stages, **_chained(how.chain, x.device),
+        num_warps=tiles.warps, num_stages=tiles.stages, **overlap(x.device, height <= _OVERLAPPING),
     )  # fmt: skip

@@ -4,10 +4,11 @@
 
 import triton
 import triton.language as tl
-from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-__all__ = ["TensorDescriptor", "add_norm_kernel", "product_kernel"]
+from ddtree.kernels.common_jit import announce, await_forerunner, sum_parts
+
+__all__ = ["TensorDescriptor", "product_kernel"]
 
 
 @triton.jit
@@ -37,15 +38,6 @@ def _tile(data, row, rows, k, inner, DEPTH: tl.constexpr):
 
 
 @triton.jit
-def _sum_parts(parts, at, size, splits, mask):
-    """The parts of a sum, added in their order."""
-    total = tl.load(parts + at, mask=mask, other=0.0, cache_modifier=".cg")
-    for split in range(1, splits):
-        total += tl.load(parts + split * size + at, mask=mask, other=0.0, cache_modifier=".cg")
-    return total
-
-
-@triton.jit
 def _finish(
     y, row, column, tile, rows, columns, bias, out,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, KIND: tl.constexpr, BIAS: tl.constexpr,
@@ -69,7 +61,8 @@ def _finish(
 def product_kernel(
     x, w, weight, bias, out, parts, arrived, rows, columns, inner, splits, span, blocks, ahead,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
-    KIND: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr, CHAINED: tl.constexpr,
+    KIND: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns, one block of rows, one span of the inner dimension. x [M, K] and w [N, K] are pointers
     or, with BULK, descriptors with blocks of [ROWS, DEPTH] and [COLUMNS, DEPTH]. KIND: see matmul.py."""
@@ -77,11 +70,11 @@ def product_kernel(
     block, split, tile = place % blocks, (place // blocks) % splits, place // (blocks * splits)
     start = split * span
     end = tl.minimum(start + span, inner)
-    if CHAINED:
-        gdc_launch_dependents()
+    announce(overlap)
+    if overlap > 0:  # noqa: SIM102 - known when it is compiled
         if (ahead > 0) & (block == 0):
             _prefetch(weight, tile, start, tl.minimum(end - start, ahead) * 2, columns, inner, COLUMNS)
-        gdc_wait()
+    await_forerunner(overlap)
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
@@ -102,31 +95,7 @@ def product_kernel(
         before = tl.atomic_add(arrived + tile * blocks + block, 1, sem="acq_rel")
         if before == splits - 1:
             tl.store(arrived + tile * blocks + block, 0)  # for the next launch
-            y = _sum_parts(parts, at, size, splits, mask)
+            y = sum_parts(parts, at, size, splits, mask)
             _finish(y, row, column, tile, rows, columns, bias, out, ROWS, COLUMNS, KIND, BIAS)
     else:
         _finish(y, row, column, tile, rows, columns, bias, out, ROWS, COLUMNS, KIND, BIAS)
-
-
-@triton.jit(do_not_specialize=["rows", "splits"])
-def add_norm_kernel(
-    x, parts, bias, scale, out, rows, columns, splits, floor,
-    BLOCK: tl.constexpr, BIAS: tl.constexpr, CHAINED: tl.constexpr,
-):  # fmt: skip
-    """One program a row: x += the sum of the parts; out = x * scale / sqrt(sum(x^2) + floor)."""
-    row = tl.program_id(0).to(tl.int64)
-    column = tl.arange(0, BLOCK)
-    inside = column < columns
-    at = row * columns + column
-    weight = tl.load(scale + column, mask=inside, other=0.0)
-    if CHAINED:
-        gdc_launch_dependents()
-        gdc_wait()
-    value = tl.load(x + at, mask=inside, other=0.0)
-    delta = _sum_parts(parts, at, rows.to(tl.int64) * columns, splits, inside)
-    if BIAS:
-        delta += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)
-    value += delta
-    tl.store(x + at, value, mask=inside)
-    length = tl.sqrt_rn(tl.sum(value * value, 0) + floor)
-    tl.store(out + at, (value / length * weight).to(out.dtype.element_ty), mask=inside)

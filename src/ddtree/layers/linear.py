@@ -6,6 +6,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ddtree import kernels
+from ddtree.kernels.backend import usable
+from ddtree.layers.norm import RMSNorm, add_norm, swiglu
+
 # The layout is tuned for this many rows; any other number of rows uses it too. 16 is a tree of 15 nodes and its root.
 _ROWS_HINT = 16
 
@@ -36,16 +40,51 @@ def _packed_product(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class Linear:
-    """y = x W^T + b for x [M, in] -> [M, out] in the weight's dtype."""
+    """y = x W^T + b for x [M, in] -> [M, out] in the weight's dtype.
+
+    `few` says that x are the rows of a round, whose bits must not depend on how many there are: on a GPU they go, in
+    half precision, through ddtree.kernels' products. Without it, as in a prompt, through the vendor's.
+    """
 
     def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
         """weight: [out, in]; bias: [out] or None. The weight is packed where the machine gains by it (see `packs`)."""
         self.out_features, self.in_features = weight.shape
-        self.packed = packs(weight.device.type, weight.dtype)
+        self.kernel = usable(weight.device) and kernels.suits(weight)
+        self.packed = not self.kernel and packs(weight.device.type, weight.dtype)
         self.weight = _pack(weight) if self.packed else weight
         self.bias = bias
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, few: bool = False) -> Tensor:
+        if few and self.kernel:
+            return kernels.product(x, self.weight, self.bias)
         if self.packed:
             return _packed_product(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
+
+    def add_norm(
+        self, x: Tensor, states: Tensor, norm: RMSNorm, dtype: torch.dtype, kept: Tensor | None, few: bool = False
+    ) -> Tensor:
+        """Add this product of `states` to the residual stream x, in place, and give the stream's norm: `add_norm`."""
+        if few and self.kernel:
+            parts = kernels.product_parts(states, self.weight)  # [S, M, out]: the norm's kernel adds them up
+            return kernels.add_norm(x, parts, norm.scale, norm.squares, dtype, kept, self.bias)
+        return add_norm(x, self(states), norm, dtype, kept)
+
+
+class GatedLinear:
+    """silu(gate(x)) * up(x) for x [M, in] -> [M, out]."""
+
+    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> None:
+        """gate, up: [out, in]; bias: [2 * out], gate's, then up's, or None."""
+        weight = torch.cat([gate, up])
+        self.turns = usable(weight.device) and kernels.suits(weight)  # gate and up lie in turns
+        if self.turns:
+            weight = kernels.interleave_gate_up(weight)
+            bias = None if bias is None else kernels.interleave_gate_up(bias)
+        self.linear = Linear(weight, bias)
+
+    def __call__(self, x: Tensor, few: bool = False) -> Tensor:
+        """See Linear."""
+        if few and self.turns:
+            return kernels.gated(x, self.linear.weight, self.linear.bias)
+        return swiglu(self.linear(x), self.turns)

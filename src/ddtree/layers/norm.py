@@ -47,9 +47,9 @@ def add_norm(x: Tensor, delta: Tensor | None, norm: RMSNorm, dtype: torch.dtype,
     return norm(x, dtype)
 
 
-def swiglu(gate_up: Tensor) -> Tensor:
-    """silu(gate) * up, of [M, 2 * I] (gate, then up) -> [M, I]."""
+def swiglu(gate_up: Tensor, turns: bool = False) -> Tensor:
+    """silu(gate) * up -> [M, I]. gate_up: [M, 2 * I], gate, then up; on a GPU also one of each in turns."""
     if usable(gate_up.device):
-        return kernels.swiglu(gate_up)
+        return kernels.swiglu(gate_up, turns)
     gate, up = gate_up.chunk(2, -1)
     return F.silu(gate) * up

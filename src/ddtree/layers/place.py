@@ -6,7 +6,7 @@ padded to one number of rows, and everything is read from device tensors, so tha
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -33,6 +33,10 @@ class Heads:
 class Place(Protocol):
     """What a layer asks of the place of its rows."""
 
+    @property
+    def few(self) -> bool:
+        """Whether they are the rows of a round, see Linear."""
+
     def project(self, cache: KVCache | None, layer: int, columns: Tensor, heads: Heads) -> Tensor | None:
         """Norm and turn the heads in `columns` [M, (queries + 2 kv) * hd], and write keys and values into the cache.
 
@@ -47,6 +51,7 @@ class Place(Protocol):
 class HostPlace:
     """Sequences one after another; their lengths are known to the host."""
 
+    few: ClassVar[bool] = False
     segments: Sequence[Segment]
     positions: Tensor  # [M] int64
     rope: Rope
@@ -103,6 +108,7 @@ class DevicePlace:
     rows: AttentionRows
     turns: Tensor  # [positions, 1, hd/2] complex64, of all positions
     work: AttentionWorkspace | None  # None where nothing attends
+    few: bool = True
 
     def project(self, cache: KVCache | None, layer: int, columns: Tensor, heads: Heads) -> Tensor | None:
         """See Place.project. The queries: [B, N, heads, hd]."""

@@ -13,6 +13,7 @@ from ddtree.kernels import AttentionRows, locate
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
+    GatedLinear,
     Heads,
     HostPlace,
     KVCache,
@@ -23,7 +24,6 @@ from ddtree.layers import (
     Workspaces,
     add_norm,
     interleave,
-    swiglu,
 )
 from ddtree.layers.fields import Fields, read_config
 from ddtree.layers.weights import Weights, open_weights
@@ -38,7 +38,7 @@ class _Layer:
     qkv: Linear  # [H -> (heads + 2 kv_heads) * hd], query and key rows as interleaved rotary pairs
     out: Linear
     mlp_norm: RMSNorm
-    gate_up: Linear
+    gated: GatedLinear
     down: Linear
 
 
@@ -102,7 +102,7 @@ class LlamaTarget:
             qkv=Linear(torch.cat(qkv), qkv_bias),
             out=linear("self_attn.o_proj", c.hidden_size, sizes["q"], c.attention_bias),
             mlp_norm=norm("post_attention_layernorm.weight"),
-            gate_up=Linear(torch.cat(gate_up), gate_up_bias),
+            gated=GatedLinear(*gate_up, gate_up_bias),
             down=linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
         )
 
@@ -167,26 +167,26 @@ class LlamaTarget:
 
     def head(self, hidden: Tensor) -> Tensor:
         """See Target.head."""
-        return self.lm_head(hidden)
+        return self.lm_head(hidden, few=True)
 
     def _forward(self, cache: KVCache, ids: Tensor, place: Place, last: bool = False) -> tuple[Tensor, Tensor]:
         """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the last row alone, where asked), and
         features [M, F], both in the model's dtype."""
-        dtype = self.spec.dtype
+        dtype, few = self.spec.dtype, place.few
         x = self.embed(ids).float()  # [M, H], the residual stream
         features = x.new_empty(len(x), len(self.feature_layers) * x.shape[1], dtype=dtype)
-        delta: Tensor | None = None  # what the layer before adds to x
-        for index, layer in enumerate(self.layers):
-            states = add_norm(x, delta, layer.input_norm, dtype, self._kept(index - 1, features))
-            query = place.project(cache, index, layer.qkv(states), self.heads)
+        norms = [*(layer.input_norm for layer in self.layers[1:]), self.norm]  # after each layer
+        states = add_norm(x, None, self.layers[0].input_norm, dtype)
+        for index, (layer, norm) in enumerate(zip(self.layers, norms, strict=True)):
+            query = place.project(cache, index, layer.qkv(states, few), self.heads)
             assert query is not None
             attended = place.attend(cache, index, query, None, False)
-            states = add_norm(x, layer.out(attended), layer.mlp_norm, dtype)
-            delta = layer.down(swiglu(layer.gate_up(states)))
-        if last and delta is not None and len(self.layers) - 1 not in self.feature_layers:
-            return add_norm(x[-1:].clone(), delta[-1:].contiguous(), self.norm, dtype), features
-        hidden = add_norm(x, delta, self.norm, dtype, self._kept(len(self.layers) - 1, features))
-        return hidden[-1:] if last else hidden, features
+            kept = self._kept(index, features)
+            if last and norm is self.norm and kept is None:  # of a prompt's other rows the cache holds all there is
+                x, attended = x[-1:], attended[-1:]
+            states = layer.out.add_norm(x, attended, layer.mlp_norm, dtype, None, few)
+            states = layer.down.add_norm(x, layer.gated(states, few), norm, dtype, kept, few)
+        return states[-1:] if last else states, features
 
     def _kept(self, index: int, features: Tensor) -> Tensor | None:
         """Where the stream after layer `index` is kept, if a drafter asks for it."""
