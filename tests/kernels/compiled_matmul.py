@@ -37,19 +37,23 @@ def build(kernel: Any, capability: int, types: dict[str, str], constants: dict[s
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def product(capability: int, dtype: str, tiles: ProductTiles, kind: str, *, split: bool, overlap: int) -> Any:
+def product(
+    capability: int, dtype: str, tiles: ProductTiles, kind: str, *, split: bool, overlap: int = 0, scaled: bool = False
+) -> Any:
     """One of the products."""
     rows = tiles.rows
     bulk = capability >= 90
-    types = dict.fromkeys(("weight", "bias", "x", "w", "out"), "*" + dtype) | {"parts": "*fp32", "arrived": "*i32"}
+    narrow = "i8" if scaled else dtype
+    types = dict.fromkeys(("bias", "x", "out"), "*" + dtype) | dict.fromkeys(("weight", "w"), "*" + narrow)
+    types |= {"parts": "*fp32", "scale": "*fp32", "arrived": "*i32"}
     if bulk:
         types |= {"x": f"tensordesc<{dtype}[{rows}, {tiles.depth}]>"}
-        types |= {"w": f"tensordesc<{dtype}[{tiles.columns}, {tiles.depth}]>"}
+        types |= {"w": f"tensordesc<{narrow}[{tiles.columns}, {tiles.depth}]>"}
     if kind == "parts":
         types["out"] = "*fp32"
     constants = {
         "ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "KIND": kind, "SPLIT": split, "BIAS": True,
-        "BULK": bulk, "overlap": overlap,
+        "BULK": bulk, "SCALED": scaled, "overlap": overlap,
     }  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": overlap > 0}
     return build(matmul_jit.product_kernel, capability, types, constants, **options)
@@ -69,8 +73,10 @@ def products(capability: int) -> Iterator[tuple[str, Any]]:
             for kind, split in (("plain", False), ("gated", True), ("parts", True)):
                 if dtype == "fp16" and kind != "gated":
                     continue
-                compiled = product(capability, dtype, tiles, kind, split=split, overlap=0)
+                compiled = product(capability, dtype, tiles, kind, split=split)
                 yield f"{kind} {dtype} {tiles}", compiled
+    for tiles in all_tiles(capability):
+        yield f"8 bits {tiles}", product(capability, "bf16", tiles, "gated", split=True, scaled=True)
     if capability >= 90:
         tiles = all_tiles(capability)[0]
         yield "plain bf16 16 overlapped", product(capability, "bf16", tiles, "plain", split=True, overlap=2)

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 from ddtree.kernels import add_norm, backend, matmul, swiglu
-from ddtree.kernels.matmul import ProductTiles, gated, interleave_gate_up, product, product_parts
+from ddtree.kernels.matmul import ProductTiles, Rounded, gated, interleave_gate_up, product, product_parts
 from ddtree.layers import GatedLinear, Linear, RMSNorm
 
 CLOSE = {torch.float16: {"atol": 2e-3, "rtol": 2e-3}, torch.bfloat16: {"atol": 1e-2, "rtol": 1e-2}}
@@ -70,6 +70,32 @@ def test_gated_equals_the_layers_own(device, rows, splits, biased):
     got = gated(x, interleaved, interleave_gate_up(bias) if bias is not None else None, SMALL, splits)
     gate, up = F.linear(x, weight, bias).chunk(2, -1)
     torch.testing.assert_close(got, F.silu(gate) * up, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("kind", ["plain", "gated", "parts"])
+def test_weights_in_8_bits(device, bulk, kind):
+    """As near as whole numbers from -127 to 127 can be: the product of those numbers itself is right."""
+    x, weight = case(5, 140, 528, torch.bfloat16, device)
+    rounded = Rounded.of(weight)
+    stands_for = rounded.values.float() * rounded.scale[:, None]
+    step = weight.float().abs().amax(1, keepdim=True) / 127
+    assert ((stands_for - weight.float()).abs() <= 0.501 * step).all()
+    want = F.linear(x.float(), stands_for)
+    if kind == "gated":
+        want = F.silu(want[:, ::2]) * want[:, 1::2]
+        torch.testing.assert_close(gated(x, rounded, None, SMALL).float(), want, atol=2e-2, rtol=2e-2)
+    elif kind == "parts":
+        torch.testing.assert_close(product_parts(x, rounded, SMALL, 2).sum(0), want, atol=1e-4, rtol=1e-4)
+    else:
+        torch.testing.assert_close(
+            product(x, rounded[8:80], None, SMALL, 2).float(), want[:, 8:80], atol=1e-2, rtol=1e-2
+        )
+
+
+def test_a_row_of_zeros_in_8_bits():
+    rounded = Rounded.of(torch.zeros(2, 16))
+    assert not rounded.values.any()
+    assert rounded.scale.isfinite().all()
 
 
 @pytest.mark.parametrize("biased", [False, True])

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ddtree import kernels
 from ddtree.drafter.config import DrafterConfig
-from ddtree.kernels import AttentionRows
+from ddtree.kernels import AttentionRows, Rounded
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
@@ -59,14 +59,20 @@ class DFlashDrafter:
         weights: Weights,
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
+        rounded: bool = False,
     ) -> None:
-        """embed and head are the target's: ids [...] -> [..., H], and [M, H] -> [M, V]."""
+        """embed and head are the target's: ids [...] -> [..., H], and [M, H] -> [M, V].
+
+        rounded: keep the matrices in 8 bits. Drafts may differ by it, answers not. Raises ValueError where the
+        device's kernels cannot.
+        """
         c = self.config = config
-        self._embed, self._head = embed, head
-        self.fuse = Linear(weights("fc.weight", c.hidden_size, c.hidden_size * len(c.target_layer_ids)))
+        self._embed, self._head, self._rounded = embed, head, rounded
+        fuse = weights("fc.weight", c.hidden_size, c.hidden_size * len(c.target_layer_ids))
+        self.dtype, self.device = fuse.dtype, fuse.device
+        self.fuse = Linear(self._kept(fuse))
         self.context_norm = RMSNorm(weights("hidden_norm.weight", c.hidden_size), c.rms_norm_eps)
         self.norm = RMSNorm(weights("norm.weight", c.hidden_size), c.rms_norm_eps)
-        self.dtype, self.device = self.fuse.weight.dtype, weights("norm.weight", c.hidden_size).device
         self.rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, self.device)
         self.layers = [self._load_layer(f"layers.{i}.", weights) for i in range(c.num_layers)]
         self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
@@ -82,15 +88,16 @@ class DFlashDrafter:
         target_sizes: tuple[int, int, int],
         dtype: torch.dtype,
         device: torch.device,
+        rounded: bool = False,
     ) -> "DFlashDrafter":
-        """Load a z-lab folder for a target of `target_sizes` (vocabulary, hidden size, layers).
+        """Load a z-lab folder for a target of `target_sizes` (vocabulary, hidden size, layers); rounded: in 8 bits.
 
         Raises DDTreeError for anything missing, damaged, unsupported or made for another target.
         """
         config = DrafterConfig.read(read_config(folder))
         config.check_fits(*target_sizes)
         with open_weights(folder, dtype, device) as weights:
-            return cls(config, weights, embed, head)
+            return cls(config, weights, embed, head, rounded)
 
     def _load_layer(self, at: str, weights: Weights) -> _Layer:
         c = self.config
@@ -102,8 +109,10 @@ class DFlashDrafter:
         if c.attention_bias:
             bias = torch.cat([_paired(p, weights(f"{n}bias", rows[p]), c.head_dim) for p, n in parts])
 
+        kept = self._kept(weight)
+
         def projection(part: slice) -> Linear:
-            return Linear(weight[part], None if bias is None else bias[part])
+            return Linear(kept[part], None if bias is None else bias[part])
 
         def norm(name: str, size: int) -> RMSNorm:
             return RMSNorm(weights(f"{at}{name}.weight", size), c.rms_norm_eps)
@@ -112,7 +121,7 @@ class DFlashDrafter:
             weight = weights(f"{at}self_attn.{name}.weight", c.head_dim)
             return RMSNorm(interleave(weight, c.head_dim), c.rms_norm_eps)
 
-        gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
+        gate, up = (weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up"))
         return _Layer(
             input_norm=norm("input_layernorm", c.hidden_size),
             query=projection(slice(rows["q"])),
@@ -121,13 +130,16 @@ class DFlashDrafter:
             query_norm=head_norm("q_norm"),
             key_norm=head_norm("k_norm"),
             out=Linear(
-                weights(f"{at}self_attn.o_proj.weight", c.hidden_size, rows["q"]),
+                self._kept(weights(f"{at}self_attn.o_proj.weight", c.hidden_size, rows["q"])),
                 weights(f"{at}self_attn.o_proj.bias", c.hidden_size) if c.attention_bias else None,
             ),
             mlp_norm=norm("post_attention_layernorm", c.hidden_size),
-            gated=GatedLinear(*gate_up),
-            down=Linear(weights(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size)),
+            gated=GatedLinear(gate, up, rounded=self._rounded),
+            down=Linear(self._kept(weights(f"{at}mlp.down_proj.weight", c.hidden_size, c.intermediate_size))),
         )
+
+    def _kept(self, weight: Tensor) -> Tensor | Rounded:
+        return Rounded.of(weight) if self._rounded else weight
 
     def allocate(self, slots: int, length: int) -> KVCache:
         """See Drafter.allocate."""

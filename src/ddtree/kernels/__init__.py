@@ -10,7 +10,7 @@ from ddtree.kernels.build import Plan, PlanRow, build
 from ddtree.kernels.choose import choose
 from ddtree.kernels.commit import commit
 from ddtree.kernels.gather import embed, take
-from ddtree.kernels.matmul import MOST_ROWS, gated, interleave_gate_up, product, product_parts, suits
+from ddtree.kernels.matmul import MOST_ROWS, Rounded, gated, interleave_gate_up, product, product_parts, suits
 from ddtree.kernels.norm import add_norm, swiglu
 from ddtree.kernels.qkv import HeadNorms, write_heads
 from ddtree.kernels.report import report
@@ -23,6 +23,7 @@ __all__ = [
     "HeadNorms",
     "Plan",
     "PlanRow",
+    "Rounded",
     "Tiles",
     "accept",
     "accept_and_cut",

@@ -17,6 +17,7 @@ GRAIN = 256  # cuts of the inner dimension are multiples of it, and of every til
 MOST_ROWS = 128  # of one program; more rows take more programs
 _TARGET = 256  # programs of 64 columns that keep a large card busy
 _MOST_SPLITS = 8
+_PIECE = 8192  # rows of a weight that are rounded at once
 _CARD, _FEW = 132, 64  # programs that fill a card, and half of one
 _ENOUGH = 96  # programs of 64 columns that need no parts where somebody must wait for the last one,
 _SHORT = 1024  # nor does so short a sum
@@ -90,8 +91,36 @@ def interleave_gate_up(weight: Tensor) -> Tensor:
 
 
 def suits(weight: Tensor) -> bool:
-    """Whether the kernels take this weight: half precision, rows of 16 bytes each."""
-    return weight.dtype in (torch.float16, torch.bfloat16) and weight.shape[1] % 8 == 0 and weight.is_contiguous()
+    """Whether the kernels take this weight: half precision or 8 bits, rows of whole 16 bytes."""
+    fits = weight.is_contiguous() and weight.shape[1] * weight.element_size() % 16 == 0
+    return fits and weight.dtype in (torch.float16, torch.bfloat16, torch.int8)
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """A weight in 8 bits: values * scale. Half of the bytes of a product for few rows, at 0.9% of noise a weight."""
+
+    values: Tensor  # [N, K] int8
+    scale: Tensor  # [N] float32
+
+    @classmethod
+    def of(cls, weight: Tensor) -> "Rounded":
+        """The nearest of a weight [N, K], each row with its own scale."""
+        values = torch.empty(weight.shape, dtype=torch.int8, device=weight.device)
+        scale = torch.empty(len(weight), dtype=torch.float32, device=weight.device)
+        for first in range(0, len(weight), _PIECE):  # a vocabulary in float32 would fill a small card
+            rows = slice(first, first + _PIECE)
+            exact = weight[rows].float()
+            scale[rows] = (exact.abs().amax(1) / 127).clamp(min=torch.finfo(torch.float32).tiny)
+            values[rows] = (exact / scale[rows, None]).round().to(torch.int8)
+        return cls(values, scale)
+
+    def __getitem__(self, rows: slice) -> "Rounded":
+        """Some rows, in the same memory."""
+        return Rounded(self.values[rows], self.scale[rows])
+
+    def __len__(self) -> int:
+        return len(self.values)
 
 
 @dataclass(frozen=True)
@@ -103,7 +132,7 @@ class _Launch:
 
 def product(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Rounded,
     bias: Tensor | None = None,
     tiles: ProductTiles | None = None,
     splits: int | None = None,
@@ -111,19 +140,20 @@ def product(
     """x @ weight^T + bias, summed in float32. Equals F.linear but for the order of the sum.
 
     Args:
-        x: [M, K], the weight's dtype, dense; weight: [N, K] float16 or bfloat16, dense, K a multiple of 8.
+        x: [M, K] float16 or bfloat16, dense; weight: [N, K] of the same dtype, dense, K a multiple of 8; or Rounded,
+            K a multiple of 16.
         bias: [N], any float dtype, or None.
         splits: parts of the sum, for measurements; it changes the bits.
-    Returns: [M, N] in the weight's dtype. Raises ValueError for shapes and dtypes that do not fit.
+    Returns: [M, N] in the dtype of x. Raises ValueError for shapes and dtypes that do not fit.
     """
-    out = torch.empty(len(x), len(weight), dtype=weight.dtype, device=x.device)
+    out = torch.empty(len(x), len(weight), dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, out, _Launch("plain", splits, tiles))
     return out
 
 
 def gated(
     x: Tensor,
-    weight: Tensor,
+    weight: Tensor | Rounded,
     bias: Tensor | None = None,
     tiles: ProductTiles | None = None,
     splits: int | None = None,
@@ -134,15 +164,15 @@ def gated(
     """
     if len(weight) % 2:
         raise ValueError(f"{len(weight)} rows are not gate and up in turns")
-    out = torch.empty(len(x), len(weight) // 2, dtype=weight.dtype, device=x.device)
+    out = torch.empty(len(x), len(weight) // 2, dtype=x.dtype, device=x.device)
     _launch(x, weight, bias, out, _Launch("gated", splits, tiles))
     return out
 
 
 def product_parts(x: Tensor, weight: Tensor, tiles: ProductTiles | None = None, splits: int | None = None) -> Tensor:
     """A product as the parts of its sum [S, M, N] float32, for norm.add_norm: spares it a reduction."""
-    splits = pick_splits(*weight.shape, True) if splits is None else splits
-    parts = torch.empty(_real_splits(splits, weight.shape[1]), len(x), len(weight), device=x.device)
+    splits = pick_splits(len(weight), x.shape[1], True) if splits is None else splits
+    parts = torch.empty(_real_splits(splits, x.shape[1]), len(x), len(weight), device=x.device)
     _launch(x, weight, None, parts, _Launch("parts", splits, tiles))
     return parts
 
@@ -168,10 +198,11 @@ def _counter(count: int, device: torch.device) -> Tensor:
     return found
 
 
-def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: _Launch) -> None:
+def _launch(x: Tensor, weight: Tensor | Rounded, bias: Tensor | None, out: Tensor, how: _Launch) -> None:
     (rows, inner), columns = x.shape, len(weight)
-    if not suits(weight) or x.dtype != weight.dtype or weight.shape[1] != inner or not x.is_contiguous():
-        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(weight.shape)} {weight.dtype} do not fit")
+    scaled = isinstance(weight, Rounded)
+    matrix, scale = (weight.values, weight.scale) if isinstance(weight, Rounded) else (weight, x)
+    _check(x, matrix, scaled)
     splits = pick_splits(columns, inner, how.kind == "parts") if how.splits is None else how.splits
     span = _span(splits, inner)
     splits = -(-inner // span)
@@ -184,14 +215,21 @@ def _launch(x: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, how: _L
         parts = torch.empty(splits, rows, columns, device=x.device)
         arrived = _counter(across * blocks, x.device)
     kernels = jit("matmul")
-    x_source, w_source = x, weight
+    x_source, w_source = x, matrix
     if bulk:
         x_source = kernels.TensorDescriptor(x, [rows, inner], [inner, 1], [height, tiles.depth])
-        w_source = kernels.TensorDescriptor(weight, [columns, inner], [inner, 1], [tiles.columns, tiles.depth])
+        w_source = kernels.TensorDescriptor(matrix, [columns, inner], [inner, 1], [tiles.columns, tiles.depth])
     kernels.product_kernel[(across * splits * blocks,)](
-        x_source, w_source, weight, weight if bias is None else bias, out, parts, arrived,
-        rows, columns, inner, splits, span, blocks, _AHEAD if weight.nbytes < _SMALL else 0,
+        x_source, w_source, matrix, scale, matrix if bias is None else bias, out, parts, arrived,
+        rows, columns, inner, splits, span, blocks, _AHEAD if matrix.nbytes < _SMALL else 0,
         ROWS=height, COLUMNS=tiles.columns, DEPTH=tiles.depth, KIND=how.kind, SPLIT=splits > 1,
-        BIAS=bias is not None, BULK=bulk,
+        BIAS=bias is not None, BULK=bulk, SCALED=scaled,
         num_warps=tiles.warps, num_stages=tiles.stages, **overlap(x.device, height <= _OVERLAPPING),
     )  # fmt: skip
+
+
+def _check(x: Tensor, matrix: Tensor, scaled: bool) -> None:
+    dtype = torch.int8 if scaled else x.dtype
+    halves = x.dtype in (torch.float16, torch.bfloat16)
+    if not (halves and suits(matrix) and matrix.dtype == dtype and matrix.shape[1] == x.shape[1] and x.is_contiguous()):
+        raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(matrix.shape)} {matrix.dtype} do not fit")

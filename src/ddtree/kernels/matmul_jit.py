@@ -20,7 +20,8 @@ def _swiglu(y, ROWS: tl.constexpr, COLUMNS: tl.constexpr, DTYPE: tl.constexpr):
 
 @triton.jit
 def _prefetch(weight, tile, start, size, columns, inner, COLUMNS: tl.constexpr):
-    """Ask for `size` bytes of each row of a tile, from `start`, to be brought into the L2 cache."""
+    """Ask for `size` weights of each row of a tile, from `start`, to be brought into the L2 cache."""
+    size = size * (weight.dtype.element_ty.primitive_bitwidth // 8)
     row = tl.minimum(tile * COLUMNS + tl.arange(0, COLUMNS), columns - 1).to(tl.int64)
     sizes = tl.zeros((COLUMNS,), tl.int32) + size
     tl.inline_asm_elementwise(
@@ -59,13 +60,14 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "splits", "blocks", "ahead"])
 def product_kernel(
-    x, w, weight, bias, out, parts, arrived, rows, columns, inner, splits, span, blocks, ahead,
+    x, w, weight, scale, bias, out, parts, arrived, rows, columns, inner, splits, span, blocks, ahead,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
-    overlap: tl.constexpr,
+    SCALED: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns, one block of rows, one span of the inner dimension. x [M, K] and w [N, K] are pointers
-    or, with BULK, descriptors with blocks of [ROWS, DEPTH] and [COLUMNS, DEPTH]. KIND: see matmul.py."""
+    or, with BULK, descriptors with blocks of [ROWS, DEPTH] and [COLUMNS, DEPTH]. KIND: see matmul.py. SCALED: the
+    weights are whole numbers, times one number a row of the matrix."""
     place = tl.program_id(0)
     block, split, tile = place % blocks, (place // blocks) % splits, place // (blocks * splits)
     start = split * span
@@ -73,16 +75,21 @@ def product_kernel(
     announce(overlap)
     if overlap > 0:  # noqa: SIM102 - known when it is compiled
         if (ahead > 0) & (block == 0):
-            _prefetch(weight, tile, start, tl.minimum(end - start, ahead) * 2, columns, inner, COLUMNS)
+            _prefetch(weight, tile, start, tl.minimum(end - start, ahead), columns, inner, COLUMNS)
     await_forerunner(overlap)
     acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
     for k in range(start, end, DEPTH):
         if BULK:
-            acc = tl.dot(w.load([tile * COLUMNS, k]), x.load([block * ROWS, k]).T, acc)
+            left, right = w.load([tile * COLUMNS, k]), x.load([block * ROWS, k])
         else:
-            acc = tl.dot(_tile(w, column, columns, k, inner, DEPTH), _tile(x, row, rows, k, inner, DEPTH).T, acc)
+            left, right = _tile(w, column, columns, k, inner, DEPTH), _tile(x, row, rows, k, inner, DEPTH)
+        if SCALED:
+            left = left.to(tl.float32).to(right.dtype)  # exact: whole numbers below 128
+        acc = tl.dot(left, right.T, acc)
+    if SCALED:
+        acc = acc * tl.load(scale + column, mask=column < columns, other=0.0)[:, None]
     y = acc.T
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]

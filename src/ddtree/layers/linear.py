@@ -1,12 +1,14 @@
 """Matrix products with weights laid out once for the machine."""
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree import kernels
+from ddtree.kernels import Rounded
 from ddtree.kernels.backend import usable
 from ddtree.layers.norm import RMSNorm, add_norm, swiglu
 
@@ -46,16 +48,24 @@ class Linear:
     half precision, through ddtree.kernels' products. Without it, as in a prompt, through the vendor's.
     """
 
-    def __init__(self, weight: Tensor, bias: Tensor | None = None) -> None:
-        """weight: [out, in]; bias: [out] or None. The weight is packed where the machine gains by it (see `packs`)."""
-        self.out_features, self.in_features = weight.shape
-        self.kernel = usable(weight.device) and kernels.suits(weight)
-        self.packed = not self.kernel and packs(weight.device.type, weight.dtype)
-        self.weight = _pack(weight) if self.packed else weight
+    def __init__(self, weight: Tensor | Rounded, bias: Tensor | None = None) -> None:
+        """weight: [out, in]; bias: [out] or None. The weight is packed where the machine gains by it (see `packs`).
+
+        A Rounded weight, in 8 bits, is for drafts: it goes through ddtree.kernels' products, however many rows there
+        are. Raises ValueError for one where these cannot be used.
+        """
+        self.rounded = isinstance(weight, Rounded)
+        matrix = weight.values if isinstance(weight, Rounded) else weight
+        self.out_features, self.in_features = matrix.shape
+        self.kernel = usable(matrix.device) and kernels.suits(matrix)
+        if self.rounded and not self.kernel:
+            raise ValueError(f"a weight of {tuple(matrix.shape)} in 8 bits has no product on {matrix.device}")
+        self.packed = not self.kernel and packs(matrix.device.type, matrix.dtype)
+        self.weight: Any = _pack(matrix) if self.packed else weight
         self.bias = bias
 
     def __call__(self, x: Tensor, few: bool = False) -> Tensor:
-        if few and self.kernel:
+        if self.rounded or (few and self.kernel):
             return kernels.product(x, self.weight, self.bias)
         if self.packed:
             return _packed_product(x, self.weight, self.bias)
@@ -74,17 +84,17 @@ class Linear:
 class GatedLinear:
     """silu(gate(x)) * up(x) for x [M, in] -> [M, out]."""
 
-    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None = None) -> None:
-        """gate, up: [out, in]; bias: [2 * out], gate's, then up's, or None."""
+    def __init__(self, gate: Tensor, up: Tensor, bias: Tensor | None = None, rounded: bool = False) -> None:
+        """gate, up: [out, in]; bias: [2 * out], gate's, then up's, or None; rounded: keep the weights in 8 bits."""
         weight = torch.cat([gate, up])
         self.turns = usable(weight.device) and kernels.suits(weight)  # gate and up lie in turns
         if self.turns:
             weight = kernels.interleave_gate_up(weight)
             bias = None if bias is None else kernels.interleave_gate_up(bias)
-        self.linear = Linear(weight, bias)
+        self.linear = Linear(Rounded.of(weight) if rounded else weight, bias)
 
     def __call__(self, x: Tensor, few: bool = False) -> Tensor:
         """See Linear."""
-        if few and self.turns:
+        if self.turns and (few or self.linear.rounded):
             return kernels.gated(x, self.linear.weight, self.linear.bias)
         return swiglu(self.linear(x), self.turns)

@@ -1,6 +1,8 @@
 """Llama-type targets (Llama 2 and 3, SmolLM2), written for few rows on a CPU and for CUDA alike."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree import kernels
-from ddtree.kernels import AttentionRows, locate
+from ddtree.kernels import AttentionRows, Rounded, locate
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
@@ -93,7 +95,7 @@ class LlamaTarget:
         qkv_bias = None
         if c.attention_bias:
             qkv_bias = torch.cat([paired(p, weights(f"{at}self_attn.{p}_proj.bias", n)) for p, n in sizes.items()])
-        gate_up = [weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up")]
+        gate, up = (weights(f"{at}mlp.{p}_proj.weight", c.intermediate_size, c.hidden_size) for p in ("gate", "up"))
         gate_up_bias = None
         if c.mlp_bias:
             gate_up_bias = torch.cat([weights(f"{at}mlp.{p}_proj.bias", c.intermediate_size) for p in ("gate", "up")])
@@ -102,7 +104,7 @@ class LlamaTarget:
             qkv=Linear(torch.cat(qkv), qkv_bias),
             out=linear("self_attn.o_proj", c.hidden_size, sizes["q"], c.attention_bias),
             mlp_norm=norm("post_attention_layernorm.weight"),
-            gated=GatedLinear(*gate_up, gate_up_bias),
+            gated=GatedLinear(gate, up, gate_up_bias),
             down=linear("mlp.down_proj", c.hidden_size, c.intermediate_size, c.mlp_bias),
         )
 
@@ -168,6 +170,10 @@ class LlamaTarget:
     def head(self, hidden: Tensor) -> Tensor:
         """See Target.head."""
         return self.lm_head(hidden, few=True)
+
+    def rounded_head(self) -> Callable[[Tensor], Tensor]:
+        """A copy of the head in 8 bits, for drafts. Raises ValueError where the device's kernels cannot use it."""
+        return partial(Linear(Rounded.of(self.lm_head.weight)), few=True)
 
     def _forward(self, cache: KVCache, ids: Tensor, place: Place, last: bool = False) -> tuple[Tensor, Tensor]:
         """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the last row alone, where asked), and
