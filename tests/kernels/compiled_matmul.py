@@ -17,7 +17,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from ddtree.kernels import matmul_jit
-from ddtree.kernels.matmul import ProductTiles, pick_tiles
+from ddtree.kernels.matmul import ProductTiles, pick_tiles, pick_whole_tiles
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16"}
@@ -38,22 +38,22 @@ def build(kernel: Any, capability: int, types: dict[str, str], constants: dict[s
 
 
 def product(
-    capability: int, dtype: str, tiles: ProductTiles, kind: str, *, split: bool, overlap: int = 0, scaled: bool = False
+    capability: int, dtype: str, tiles: ProductTiles, kind: str, *, split: bool, overlap: int = 0, whole: bool = False
 ) -> Any:
     """One of the products."""
     rows = tiles.rows
     bulk = capability >= 90
-    narrow = "i8" if scaled else dtype
-    types = dict.fromkeys(("bias", "x", "out"), "*" + dtype) | dict.fromkeys(("weight", "w"), "*" + narrow)
-    types |= {"parts": "*fp32", "scale": "*fp32", "arrived": "*i32"}
+    narrow = "i8" if whole else dtype
+    types = dict.fromkeys(("bias", "out"), "*" + dtype) | dict.fromkeys(("weight", "x", "w"), "*" + narrow)
+    types |= {"parts": "*fp32", "x_scale": "*fp32", "w_scale": "*fp32", "arrived": "*i32"}
     if bulk:
-        types |= {"x": f"tensordesc<{dtype}[{rows}, {tiles.depth}]>"}
+        types |= {"x": f"tensordesc<{narrow}[{rows}, {tiles.depth}]>"}
         types |= {"w": f"tensordesc<{narrow}[{tiles.columns}, {tiles.depth}]>"}
     if kind == "parts":
         types["out"] = "*fp32"
     constants = {
         "ROWS": rows, "COLUMNS": tiles.columns, "DEPTH": tiles.depth, "KIND": kind, "SPLIT": split, "BIAS": True,
-        "BULK": bulk, "SCALED": scaled, "overlap": overlap,
+        "BULK": bulk, "WHOLE": whole, "overlap": overlap,
     }  # fmt: skip
     options = {"num_warps": tiles.warps, "num_stages": tiles.stages, "launch_pdl": overlap > 0}
     return build(matmul_jit.product_kernel, capability, types, constants, **options)
@@ -75,8 +75,10 @@ def products(capability: int) -> Iterator[tuple[str, Any]]:
                     continue
                 compiled = product(capability, dtype, tiles, kind, split=split)
                 yield f"{kind} {dtype} {tiles}", compiled
-    for tiles in all_tiles(capability):
-        yield f"8 bits {tiles}", product(capability, "bf16", tiles, "gated", split=True, scaled=True)
+    for rows in (1, 32):
+        tiles = pick_whole_tiles(rows)
+        for kind, split in (("plain", False), ("gated", True), ("parts", True)):
+            yield f"8 bits {kind} {tiles}", product(capability, "bf16", tiles, kind, split=split, whole=True)
     if capability >= 90:
         tiles = all_tiles(capability)[0]
         yield "plain bf16 16 overlapped", product(capability, "bf16", tiles, "plain", split=True, overlap=2)

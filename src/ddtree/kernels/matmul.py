@@ -75,6 +75,11 @@ def pick_tiles(rows: int, columns: int, splits: int, large: bool) -> ProductTile
     return ProductTiles(128, 64, 6 if large else 3, 8, 128)
 
 
+def pick_whole_tiles(rows: int) -> ProductTiles:
+    """Of products with weights in 8 bits, whose programs keep two sums: at most 32 rows."""
+    return ProductTiles(64, 256, 3, 4, 16) if rows <= 16 else ProductTiles(64, 128, 4, 4, 32)
+
+
 @lru_cache
 def _card(device: torch.device) -> tuple[bool, bool]:
     """Whether it has the bulk copies of Hopper and newer, and 200 KiB of shared memory for a block."""
@@ -98,7 +103,11 @@ def suits(weight: Tensor) -> bool:
 
 @dataclass(frozen=True)
 class Rounded:
-    """A weight in 8 bits: values * scale. Half of the bytes of a product for few rows, at 0.9% of noise a weight."""
+    """A weight in 8 bits: values * scale, at 0.9% of noise a weight. Half of the bytes of a product for few rows.
+
+    What it is multiplied with is taken as 15 bits in two digits of 8, so the tensor cores' own whole numbers do, which
+    need no conversion of the weights, and whose sums are exact.
+    """
 
     values: Tensor  # [N, K] int8
     scale: Tensor  # [N] float32
@@ -200,14 +209,16 @@ def _counter(count: int, device: torch.device) -> Tensor:
 
 def _launch(x: Tensor, weight: Tensor | Rounded, bias: Tensor | None, out: Tensor, how: _Launch) -> None:
     (rows, inner), columns = x.shape, len(weight)
-    scaled = isinstance(weight, Rounded)
-    matrix, scale = (weight.values, weight.scale) if isinstance(weight, Rounded) else (weight, x)
-    _check(x, matrix, scaled)
+    whole = isinstance(weight, Rounded)
+    matrix, w_scale = (weight.values, weight.scale) if isinstance(weight, Rounded) else (weight, x)
+    _check(x, matrix, whole)
+    x, x_scale = _digits(x) if whole else (x, x)
     splits = pick_splits(columns, inner, how.kind == "parts") if how.splits is None else how.splits
     span = _span(splits, inner)
     splits = -(-inner // span)
     bulk, large = _card(x.device)
-    tiles = how.tiles or pick_tiles(rows, columns, splits, large)
+    picked = pick_whole_tiles(rows) if whole else pick_tiles(rows, columns, splits, large)
+    tiles = how.tiles or picked
     height = tiles.rows or rows_of(rows)
     blocks, across = -(-rows // height), -(-columns // tiles.columns)
     parts, arrived = out, out
@@ -217,19 +228,31 @@ def _launch(x: Tensor, weight: Tensor | Rounded, bias: Tensor | None, out: Tenso
     kernels = jit("matmul")
     x_source, w_source = x, matrix
     if bulk:
-        x_source = kernels.TensorDescriptor(x, [rows, inner], [inner, 1], [height, tiles.depth])
+        x_source = kernels.TensorDescriptor(x, list(x.shape), [inner, 1], [height, tiles.depth])
         w_source = kernels.TensorDescriptor(matrix, [columns, inner], [inner, 1], [tiles.columns, tiles.depth])
     kernels.product_kernel[(across * splits * blocks,)](
-        x_source, w_source, matrix, scale, matrix if bias is None else bias, out, parts, arrived,
+        x_source, w_source, matrix, x_scale, w_scale, out if bias is None else bias, out, parts, arrived,
         rows, columns, inner, splits, span, blocks, _AHEAD if matrix.nbytes < _SMALL else 0,
         ROWS=height, COLUMNS=tiles.columns, DEPTH=tiles.depth, KIND=how.kind, SPLIT=splits > 1,
-        BIAS=bias is not None, BULK=bulk, SCALED=scaled,
+        BIAS=bias is not None, BULK=bulk, WHOLE=whole,
         num_warps=tiles.warps, num_stages=tiles.stages, **overlap(x.device, height <= _OVERLAPPING),
     )  # fmt: skip
 
 
-def _check(x: Tensor, matrix: Tensor, scaled: bool) -> None:
-    dtype = torch.int8 if scaled else x.dtype
+def _digits(x: Tensor) -> tuple[Tensor, Tensor]:
+    """x [M, K] -> its coarse digits, then its fine ones [2 * M, K] int8, and the scale of each row [M] float32."""
+    rows, inner = x.shape
+    digits = torch.empty(2 * rows, inner, dtype=torch.int8, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    block = power_of_two(inner)
+    jit("matmul").digits_kernel[(rows,)](
+        x, digits, scale, rows, inner, BLOCK=block, num_warps=max(1, min(16, block // 512)), **overlap(x.device)
+    )
+    return digits, scale
+
+
+def _check(x: Tensor, matrix: Tensor, whole: bool) -> None:
+    dtype = torch.int8 if whole else x.dtype
     halves = x.dtype in (torch.float16, torch.bfloat16)
     if not (halves and suits(matrix) and matrix.dtype == dtype and matrix.shape[1] == x.shape[1] and x.is_contiguous()):
         raise ValueError(f"x {tuple(x.shape)} {x.dtype} and weight {tuple(matrix.shape)} {matrix.dtype} do not fit")

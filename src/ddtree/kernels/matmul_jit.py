@@ -6,9 +6,11 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from ddtree.kernels.common_jit import announce, await_forerunner, sum_parts
+from ddtree.kernels.common_jit import announce, await_forerunner, follow, sum_parts
 
-__all__ = ["TensorDescriptor", "product_kernel"]
+__all__ = ["TensorDescriptor", "digits_kernel", "product_kernel"]
+
+FINE = tl.constexpr(128)  # of a coarse digit
 
 
 @triton.jit
@@ -60,14 +62,17 @@ def _finish(
 
 @triton.jit(do_not_specialize=["rows", "splits", "blocks", "ahead"])
 def product_kernel(
-    x, w, weight, scale, bias, out, parts, arrived, rows, columns, inner, splits, span, blocks, ahead,
+    x, w, weight, x_scale, w_scale, bias, out, parts, arrived, rows, columns, inner, splits, span, blocks, ahead,
     ROWS: tl.constexpr, COLUMNS: tl.constexpr, DEPTH: tl.constexpr,
     KIND: tl.constexpr, SPLIT: tl.constexpr, BIAS: tl.constexpr, BULK: tl.constexpr,
-    SCALED: tl.constexpr, overlap: tl.constexpr,
+    WHOLE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """One tile of columns, one block of rows, one span of the inner dimension. x [M, K] and w [N, K] are pointers
-    or, with BULK, descriptors with blocks of [ROWS, DEPTH] and [COLUMNS, DEPTH]. KIND: see matmul.py. SCALED: the
-    weights are whole numbers, times one number a row of the matrix."""
+    or, with BULK, descriptors with blocks of [ROWS, DEPTH] and [COLUMNS, DEPTH]. KIND: see matmul.py.
+
+    WHOLE: whole numbers of 8 bits and a scale for each row of the weight and of x, whose coarse digits [M, K] are
+    followed by its fine ones, see digits_kernel; sums are exact.
+    """
     place = tl.program_id(0)
     block, split, tile = place % blocks, (place // blocks) % splits, place // (blocks * splits)
     start = split * span
@@ -77,20 +82,29 @@ def product_kernel(
         if (ahead > 0) & (block == 0):
             _prefetch(weight, tile, start, tl.minimum(end - start, ahead), columns, inner, COLUMNS)
     await_forerunner(overlap)
-    acc = tl.zeros((COLUMNS, ROWS), tl.float32)
     row = block * ROWS + tl.arange(0, ROWS)
     column = tile * COLUMNS + tl.arange(0, COLUMNS)
+    kind: tl.constexpr = tl.int32 if WHOLE else tl.float32
+    acc = tl.zeros((COLUMNS, ROWS), kind)
+    fine = tl.zeros((COLUMNS, ROWS), kind)
     for k in range(start, end, DEPTH):
         if BULK:
             left, right = w.load([tile * COLUMNS, k]), x.load([block * ROWS, k])
         else:
             left, right = _tile(w, column, columns, k, inner, DEPTH), _tile(x, row, rows, k, inner, DEPTH)
-        if SCALED:
-            left = left.to(tl.float32).to(right.dtype)  # exact: whole numbers below 128
-        acc = tl.dot(left, right.T, acc)
-    if SCALED:
-        acc = acc * tl.load(scale + column, mask=column < columns, other=0.0)[:, None]
-    y = acc.T
+        acc = tl.dot(left, right.T, acc, out_dtype=kind)
+        if WHOLE:
+            if BULK:  # noqa: SIM108 - known when it is compiled
+                low = x.load([rows + block * ROWS, k])
+            else:
+                low = _tile(x, rows + row, 2 * rows, k, inner, DEPTH)
+            fine = tl.dot(left, low.T, fine, out_dtype=kind)
+    if WHOLE:
+        scale = tl.load(w_scale + column, mask=column < columns, other=0.0)
+        digits = acc.to(tl.float32) * FINE + fine.to(tl.float32)
+        y = (digits * scale[:, None]).T * tl.load(x_scale + row, mask=row < rows, other=0.0)[:, None]
+    else:
+        y = acc.T
     at = row.to(tl.int64)[:, None] * columns + column[None, :]
     mask = (row < rows)[:, None] & (column < columns)[None, :]
     size = rows.to(tl.int64) * columns
@@ -106,3 +120,20 @@ def product_kernel(
             _finish(y, row, column, tile, rows, columns, bias, out, ROWS, COLUMNS, KIND, BIAS)
     else:
         _finish(y, row, column, tile, rows, columns, bias, out, ROWS, COLUMNS, KIND, BIAS)
+
+
+@triton.jit(do_not_specialize=["rows"])
+def digits_kernel(x, digits, scale, rows, inner, BLOCK: tl.constexpr, overlap: tl.constexpr):
+    """A row of x [M, K] a program: x = scale * (FINE * coarse + fine), in digits [2 * M, K] int8: coarse, then fine."""
+    follow(overlap)
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < inner
+    value = tl.load(x + row * inner + at, mask=inside, other=0.0).to(tl.float32)
+    most = tl.maximum(tl.max(tl.abs(value), 0), 1e-30)
+    whole = value * (FINE * 127.0 / most)
+    coarse = tl.floor(whole / FINE + 0.5)
+    fine = tl.floor(whole - coarse * FINE + 0.5)
+    tl.store(digits + row * inner + at, coarse.to(tl.int8), mask=inside)
+    tl.store(digits + (rows + row) * inner + at, fine.to(tl.int8), mask=inside)
+    tl.store(scale + row, most / (FINE * 127.0))
