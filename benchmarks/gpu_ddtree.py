@@ -89,15 +89,14 @@ class EagerDDTree:
 
     def _mask(self, nodes: Nodes) -> Tensor:
         """[1, 1, N, position + N]: a row sees the committed context, its ancestors and itself."""
-        visible = torch.zeros(len(nodes), self.position + len(nodes), dtype=torch.bool)
-        visible[:, : self.position] = True
+        visible = torch.eye(len(nodes), dtype=torch.bool)
         for row, parent in enumerate(nodes.parents):
             if parent >= 0:
-                visible[row] = visible[parent]
-            visible[row, self.position + row] = True
-        dtype = self.model.dtype
-        mask = torch.zeros(visible.shape, dtype=dtype).masked_fill_(~visible, torch.finfo(dtype).min)
-        return mask.to(self.model.device)[None, None]
+                visible[row] |= visible[parent]
+        mask = torch.zeros(len(nodes), self.position + len(nodes), dtype=self.model.dtype, device=self.model.device)
+        hidden = ~visible.to(mask.device)
+        mask[:, self.position :].masked_fill_(hidden, torch.finfo(mask.dtype).min)
+        return mask[None, None]
 
     def _forward(
         self, tokens: Sequence[int], positions: Tensor | None, mask: Tensor | None, keep: int
@@ -116,11 +115,13 @@ class EagerDDTree:
         return out.logits[0], torch.cat([out.hidden_states[layer + 1][0] for layer in taps], -1)
 
     def _keep(self, path: Sequence[int]) -> None:
-        """Of the rows behind the context the cache keeps those on the path."""
+        """Of the rows behind the context the cache keeps those on the path, in place."""
         rows = self.position + torch.tensor(path, device=self.model.device)
+        end = self.position + len(path)
         for layer in self.cache.layers:
-            layer.keys = torch.cat([layer.keys[:, :, : self.position], layer.keys[:, :, rows]], 2)
-            layer.values = torch.cat([layer.values[:, :, : self.position], layer.values[:, :, rows]], 2)
+            for states in (layer.keys, layer.values):
+                states[:, :, self.position : end] = states[:, :, rows]
+            layer.keys, layer.values = layer.keys[:, :, :end], layer.values[:, :, :end]
 
     def _append(self, features: Tensor) -> None:
         position = torch.tensor([self.position], device=self.model.device)

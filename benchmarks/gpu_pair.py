@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from ddtree.bench.suite import load_prompts
+from ddtree.bench.suite import Prompt, load_prompts
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine
@@ -74,15 +74,19 @@ def compare_pair(args: Any, dtype: str) -> dict[str, Any]:
     engine = Engine.load(config)
     model = load_transformers(resolve_model(args.model), engine)
     drafter = load_drafter(resolve_drafter(args.drafter, args.model), model, engine)
-    suite = [engine.text.chat([{"role": "user", "content": p.prompt}]) for p in load_prompts()]
+    suite = _encoded(engine, load_prompts())
     report: dict[str, Any] = {"engine": engine.info(), "prompts": args.prompts, "max_tokens": args.max_tokens}
     device = engine.target.spec.device
-    alone = alone_variants(engine, model, drafter, suite[: args.prompts], args.max_tokens)
+    alone = alone_variants(engine, model, drafter, _encoded(engine, load_prompts(args.prompts)), args.max_tokens)
     report["1 at once"] = Runs(device).compare(alone, args.blocks)
     for count in args.at_once:
         together = together_variants(engine, (suite * (count // len(suite) + 1))[:count], args.max_tokens)
         report[f"{count} at once"] = Runs(device).compare(together, args.blocks)
     return report
+
+
+def _encoded(engine: Engine, prompts: Sequence[Prompt]) -> list[list[int]]:
+    return [engine.text.chat([{"role": "user", "content": prompt.prompt}]) for prompt in prompts]
 
 
 def load_transformers(folder: Path, engine: Engine) -> LlamaForCausalLM:

@@ -94,7 +94,9 @@ class Prefixes:
         self._state = (state.tokens, state.position, state.remaining, state.done)
         self._saved = [tensor.clone() for tensor in self._state]
         self._graphs = engine.info()["rounds"] == "graphs"
-        self.steps: dict[str, Callable[[], None]] = {stage: self._step(stage) for stage in ROUND}
+        # Plain decoding has nothing to draft and to build.
+        self.stages = ROUND[ROUND.index("verify") :] if speculation.mode == "ar" else ROUND
+        self.steps: dict[str, Callable[[], None]] = {last: self._step(last) for last in self.stages}
 
     def restore(self) -> None:
         """Back to where the rounds began."""
@@ -129,14 +131,14 @@ class Prefixes:
 
 @torch.inference_mode()
 def stage_times(made: Made, context: int, batch: int, rows: Sequence[int], turns: int, blocks: int) -> dict[str, Any]:
-    """Milliseconds of every stage of plain decoding and of trees of so many rows, and their shares of the round."""
+    """Milliseconds of every stage, of plain decoding and of trees of so many rows, and of the whole round."""
     found: dict[str, Any] = {}
     for name, speculation in {"ar": Speculation("ar"), **{f"tree {n}": tree_of(n) for n in rows}}.items():
         prefixes = Prefixes(made.plain if name == "ar" else made.engine, speculation, context, batch)
-        times = alternate_blocks({last: partial(prefixes.block, last, turns) for last in ROUND}, blocks)
+        times = alternate_blocks({last: partial(prefixes.block, last, turns) for last in prefixes.stages}, blocks)
         before = [0.0] * blocks
         stages = {}
-        for stage in ROUND:
+        for stage in prefixes.stages:
             stages[stage] = spread([b - a for a, b in zip(before, times[stage], strict=True)])
             before = times[stage]
         found[name] = {"ms": stages, "round_ms": spread(before)}
