@@ -7,12 +7,13 @@
 Parts (--parts):
   copy          the card's bandwidth: bytes read plus written a second by a large copy
   rounds        T_round by rows, context and batch, and its ratio to T_ar
+  draft8        rounds whose draft side is in 8 bits, in half precision (a card only)
   stages        draft, build, verify, accept and commit of plain decoding and of trees
   transformers  the same weights in transformers: its own generation, and a plain DDTree over it
   static        transformers' generation with its static cache, which it compiles: about a minute a combination
   pair          a real pair (--model, --drafter): tokens a second and acceptance, alone and in batches
   profile       kernels of one round (a card only)
-All but the last two run on random weights made on the device with the shapes of real models (--shapes): nothing is
+All but `pair` run on random weights made on the device with the shapes of real models (--shapes): nothing is
 downloaded for them, next to nothing is accepted, and only times count. Without a card the same code is timed by the
 clock and without graphs, which the JSON says. Every figure is the median over alternating blocks, with quartiles and
 range. The file is written after every combination; an error is told in its place, and the exit status is 1 then.
@@ -37,14 +38,15 @@ from gpu_pair import HOW as HOW_PAIR
 from gpu_pair import compare_pair
 from gpu_peers import HOW as HOW_PEERS
 from gpu_peers import compare, compare_static
-from gpu_rounds import HOW_STAGES, kernels, round_times, stage_times, tree_of
+from gpu_rounds import HOW_STAGES, kernels, round_times, round_times_draft8, stage_times, tree_of
 from gpu_shapes import LARGEST_BUDGET, SHAPES, Made, make
 from gpu_timing import copy_gb_s
 
-PARTS = ("copy", "rounds", "stages", "transformers", "static", "pair", "profile")
+PARTS = ("copy", "rounds", "draft8", "stages", "transformers", "static", "pair", "profile")
+CARD = ("draft8", "profile")  # parts that need one
 QUICK = {
     "contexts": "2048", "batches": "1", "rows": "16,64", "stage_rows": "16", "blocks": 3, "turns": 8, "prompts": 2,
-    "max_tokens": 48, "parts": "copy,rounds,stages,transformers,pair", "deadline": 150.0,
+    "max_tokens": 48, "parts": "copy,rounds,draft8,stages,transformers,pair", "deadline": 150.0,
 }  # fmt: skip
 
 
@@ -86,6 +88,8 @@ def measure_shape(args: argparse.Namespace, report: Report, name: str, context: 
     made, times = loaded[0], (args.turns, args.blocks)
     if "rounds" in args.parts:
         report.part(label, row, "rounds", partial(round_times, made, context, batch, args.rows, *times))
+    if "draft8" in args.parts:
+        report.part(label, row, "draft8", partial(round_times_draft8, made, context, batch, args.stage_rows, *times))
     if "stages" in args.parts:
         report.part(label, row, "stages", partial(stage_times, made, context, batch, args.stage_rows, *times))
     if "profile" in args.parts:
@@ -146,12 +150,17 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     options = parser(__doc__)
     options.formatter_class = argparse.RawDescriptionHelpFormatter
     options.add_argument("--quick", action="store_true", help="few combinations and blocks, no part begun after 150 s")
-    options.add_argument("--parts", type=names(PARTS), default=",".join(PARTS[:-1]))
+    options.add_argument("--parts", type=names(PARTS), help="all that the device can do but profile, unless named")
     options.add_argument("--shapes", type=names(list(SHAPES)), default="qwen3-8b,smollm2-135m")
     options.add_argument("--contexts", type=numbers(1, 31744), default="512,4096,16384")
     options.add_argument("--batches", type=numbers(1), default="1,8")
     options.add_argument("--rows", type=numbers(2, LARGEST_BUDGET + 1), default="8,16,32,64,128", help="of trees")
-    options.add_argument("--stage-rows", type=numbers(2, LARGEST_BUDGET + 1), default="16,64", help="the same")
+    options.add_argument(
+        "--stage-rows",
+        type=numbers(2, LARGEST_BUDGET + 1),
+        default="16,64",
+        help="of trees whose stages, and whose rounds with drafts in 8 bits, are timed",
+    )
     options.add_argument("--turns", type=int, default=12, help="rounds of a block")
     options.add_argument("--blocks", type=int, default=10, help="alternating blocks of a variant")
     options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
@@ -169,8 +178,11 @@ def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
     args = options.parse_args(arguments)
     args.torch_device = choose_device(args.device)
     args.torch_dtype = choose_dtype(args.dtype, args.torch_device)
-    if "profile" in args.parts and args.torch_device.type != "cuda":
-        options.error("part profile needs a card")
+    if args.parts is None:
+        args.parts = [p for p in PARTS[:-1] if p not in CARD or args.torch_device.type == "cuda"]
+    for part in CARD:
+        if part in args.parts and args.torch_device.type != "cuda":
+            options.error(f"--parts: {part} needs a card, and the device is {args.torch_device}")
     if min(args.turns, args.blocks, args.prompts) < 1:
         options.error("--turns, --blocks and --prompts must be at least 1")
     return args

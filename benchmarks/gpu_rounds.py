@@ -11,7 +11,7 @@ from ddtree.config import Speculation
 from ddtree.engine import Engine
 from ddtree.engine.observer import STAGES, RoundRecord, Unobserved
 from ddtree.engine.round import Batch, run_round
-from gpu_shapes import Made, batch_at
+from gpu_shapes import Made, batch_at, with_draft_in_8_bits
 from gpu_timing import alternate_blocks, spread, step_ms, summary
 
 ROUND = [stage for stage in STAGES if stage != "prefill"]
@@ -41,6 +41,18 @@ def round_times(made: Made, context: int, batch: int, rows: Sequence[int], turns
     variants = {"ar": partial(_round_block, made.plain, Speculation("ar"), context, batch, turns)}
     for name, speculation in speculations(rows).items():
         variants[name] = partial(_round_block, made.engine, speculation, context, batch, turns)
+    return summary(alternate_blocks(variants, blocks), "ms")
+
+
+def round_times_draft8(
+    made: Made, context: int, batch: int, rows: Sequence[int], turns: int, blocks: int
+) -> dict[str, Any]:
+    """The same for trees whose draft side is in 8 bits, beside those whose is not."""
+    rounded = with_draft_in_8_bits(made)
+    variants = {"ar": partial(_round_block, made.plain, Speculation("ar"), context, batch, turns)}
+    for n in rows:
+        variants[f"tree {n}"] = partial(_round_block, made.engine, tree_of(n), context, batch, turns)
+        variants[f"tree {n}, draft in 8 bits"] = partial(_round_block, rounded, tree_of(n), context, batch, turns)
     return summary(alternate_blocks(variants, blocks), "ms")
 
 

@@ -106,6 +106,17 @@ def make(name: str, batch: int, context: int, dtype: torch.dtype, device: torch.
     return Made(engine, engine.without_drafter(), drafter_config, sum(weights.bytes.values()) - unread, kv)
 
 
+def with_draft_in_8_bits(made: Made) -> Engine:
+    """The same target and caches with the drafter's matrices and a copy of the head for it in 8 bits.
+
+    Raises ValueError where the device's kernels have no such products: without a card, and in float32.
+    """
+    target = made.engine.target
+    weights = RandomWeights(target.spec.dtype, target.spec.device)
+    drafter = DFlashDrafter(made.drafter_config, weights, target.embed, target.rounded_head(), rounded=True)
+    return Engine(target, drafter, NoText(), made.engine.config, store=made.engine._store)  # type: ignore[arg-type]
+
+
 def drafter_fields(name: str) -> dict[str, Any]:
     """A config.json as z-lab's are, for a drafter of this shape: taps evenly spaced from layer 1 to L - 3."""
     layers = SHAPES[name]["num_hidden_layers"]

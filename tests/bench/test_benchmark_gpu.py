@@ -169,7 +169,14 @@ def test_parts_that_fail_or_come_too_late_are_named(scripts, tmp_path: Path, cap
 
 @pytest.mark.parametrize(
     ("option", "value"),
-    [("--parts", "rounds,nothing"), ("--shapes", "qwen9"), ("--rows", "1,8"), ("--rows", "999"), ("--blocks", "0")],
+    [
+        ("--parts", "rounds,nothing"),
+        ("--shapes", "qwen9"),
+        ("--rows", "1,8"),
+        ("--rows", "999"),
+        ("--blocks", "0"),
+        ("--parts", "draft8"),
+    ],
 )
 def test_options_that_mean_nothing_are_refused(scripts, option: str, value: str, capsys) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -178,9 +185,9 @@ def test_options_that_mean_nothing_are_refused(scripts, option: str, value: str,
 
 
 def test_quick_gives_way_to_what_is_typed(scripts) -> None:
-    args = scripts.gpu.read_options(["--device", "cpu", "--quick", "--batches", "2,8"])
+    args = scripts.gpu.read_options(["--device", "cpu", "--quick", "--batches", "2,8", "--parts", "copy,pair"])
     assert (args.contexts, args.batches, args.blocks, args.deadline) == ([2048], [2, 8], 3, 150)
-    assert "static" not in args.parts
+    assert args.parts == ["copy", "pair"]
 
 
 @pytest.mark.full
