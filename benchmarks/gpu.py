@@ -1,7 +1,7 @@
 """What a round costs on a CUDA card, against plain decoding and against transformers. JSON out.
 
     python benchmarks/gpu.py --output benchmarks/results/gpu.json          everything
-    python benchmarks/gpu.py --quick                                       in about three minutes
+    python benchmarks/gpu.py --quick                                       less of it: no part begun after 150 s
     python benchmarks/gpu.py --device cpu --shapes tiny --contexts 24 --parts copy,rounds,stages,transformers
 
 Parts (--parts):
