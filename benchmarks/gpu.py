@@ -1,228 +1,239 @@
-"""What a round costs on a CUDA card, by rows, context and batch: median milliseconds, and ratios to plain decoding.
+"""What a round costs on a CUDA card, against plain decoding and against transformers. JSON out.
 
-python benchmarks/gpu.py --output benchmarks/results/gpu.json
+    python benchmarks/gpu.py --output benchmarks/results/gpu.json          everything
+    python benchmarks/gpu.py --quick                                       less of it: no part begun after 150 s
+    python benchmarks/gpu.py --device cpu --shapes tiny --contexts 24 --parts copy,rounds,stages,transformers
 
-Models are made of random weights on the card, with the shapes of real ones (--shapes), so nothing is downloaded; with
-them nothing is accepted, and only times count. `copy` is the card's bandwidth (bytes read plus written a second).
+Parts (--parts):
+  copy          the card's bandwidth: bytes read plus written a second by a large copy
+  rounds        T_round by rows, context and batch, and its ratio to T_ar
+  draft8        rounds whose draft side is in 8 bits, in half precision (a card only)
+  stages        draft, build, verify, accept and commit of plain decoding and of trees
+  transformers  the same weights in transformers: its own generation, and a plain DDTree over it
+  static        transformers' generation with its static cache, which it compiles: about a minute a combination
+  pair          a real pair (--model, --drafter): tokens a second and acceptance, alone and in batches
+  profile       kernels of one round (a card only)
+All but `pair` run on random weights made on the device with the shapes of real models (--shapes): nothing is
+downloaded for them, next to nothing is accepted, and only times count. Without a card the same code is timed by the
+clock and without graphs, which the JSON says. Every figure is the median over alternating blocks, with quartiles and
+range. The file is written after every combination; an error is told in its place, and the exit status is 1 then.
 """
 
 import argparse
-import statistics
-from collections.abc import Callable
-from itertools import pairwise
+import gc
+import json
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
+import transformers
 
 from common import finish, machine, parser
-from ddtree.config import EngineConfig, SamplingParams, Speculation
-from ddtree.drafter import DFlashDrafter
-from ddtree.drafter.config import DrafterConfig
-from ddtree.engine import Engine
-from ddtree.engine.observer import Unobserved
-from ddtree.engine.round import Batch
-from ddtree.target import LlamaTarget, TargetSpec
-from ddtree.target.config import LlamaConfig
+from ddtree.config import DTYPES, EMBEDDED, Speculation
+from ddtree.engine.device import choose_device, choose_dtype
+from gpu_pair import HOW as HOW_PAIR
+from gpu_pair import compare_pair
+from gpu_peers import HOW as HOW_PEERS
+from gpu_peers import compare, compare_static
+from gpu_rounds import HOW_STAGES, kernels, round_times, round_times_draft8, stage_times, tree_of
+from gpu_shapes import LARGEST_BUDGET, SHAPES, Made, make
+from gpu_timing import copy_gb_s
 
-CUDA = torch.device("cuda")
-SHAPES: dict[str, dict[str, int]] = {
-    "qwen3-8b": {
-        "hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32,
-        "num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151936, "max_position_embeddings": 32768,
-    },
-    "smollm2-135m": {
-        "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9,
-        "num_key_value_heads": 3, "head_dim": 64, "vocab_size": 49152, "max_position_embeddings": 32768,
-    },
+PARTS = ("copy", "rounds", "draft8", "stages", "transformers", "static", "pair", "profile")
+CARD = ("draft8", "profile")  # parts that need one
+QUICK = {
+    "contexts": "2048", "batches": "1", "rows": "16,64", "stage_rows": "16", "blocks": 3, "turns": 8, "prompts": 2,
+    "max_tokens": 48, "parts": "copy,rounds,draft8,stages,transformers,pair", "deadline": 150.0,
 }  # fmt: skip
-LAYERS = {"qwen3-8b": 5, "smollm2-135m": 2}  # of the drafter
-BLOCK = 16
 
 
-class CharText:
-    """A tokenizer that is never asked for text."""
+class Report:
+    """The document, written anew with every part. Once the deadline is over, parts are left out, and named."""
 
-    def stream(self) -> "CharText":
-        """Itself."""
-        return self
+    def __init__(self, args: argparse.Namespace, about: dict[str, Any]) -> None:
+        self._args, self._started = args, time.perf_counter()
+        self.body: dict[str, Any] = {**about, "rows": {}, "seconds": {}, "left_out": []}
+        self.failed = False
 
-    def push(self, token: int) -> str:
-        """Nothing."""
-        return ""
-
-    def flush(self) -> str:
-        """Nothing."""
-        return ""
-
-
-def random_weights(name: str, *shape: int) -> torch.Tensor:
-    """A matrix that keeps the size of what it multiplies, a norm of ones."""
-    if len(shape) == 1:
-        return torch.ones(shape, dtype=torch.bfloat16, device=CUDA)
-    return torch.randn(shape, dtype=torch.bfloat16, device=CUDA) * shape[-1] ** -0.5
-
-
-def load(name: str, batch: int, context: int, graphs: bool) -> Engine:
-    """An engine of random weights with these shapes."""
-    shape = SHAPES[name]
-    raw: dict[str, Any] = {
-        **shape,
-        "model_type": "llama",
-        "rms_norm_eps": 1e-6,
-        "tie_word_embeddings": name != "qwen3-8b",
-    }
-    config = LlamaConfig.read(raw)
-    spec = TargetSpec(
-        config.vocab_size, config.hidden_size, config.num_layers, config.max_position, (), torch.bfloat16, CUDA
-    )
-    target = LlamaTarget(config, spec, random_weights)
-    layers = config.num_layers
-    taps = [1 + i * (layers - 4) // 4 for i in range(5)]
-    draft = {
-        **raw, "architectures": ["DFlashDraftModel"], "num_hidden_layers": LAYERS[name], "block_size": BLOCK,
-        "num_target_layers": layers, "dflash_config": {"mask_token_id": 0, "target_layer_ids": taps},
-    }  # fmt: skip
-    drafter = DFlashDrafter(DrafterConfig.read(draft), random_weights, target.embed, target.head)
-    options = EngineConfig(
-        speculation=Speculation("tree", 15, 16), max_model_len=context + 1024, max_running_requests=batch,
-        max_tree_budget=127, cuda_graphs=graphs, prefix_caching=False,
-    )  # fmt: skip
-    return Engine(target, drafter, CharText(), options)  # type: ignore[arg-type]
+    def part(self, label: str, into: dict[str, Any], name: str, run: Callable[[], Any]) -> None:
+        """Run a part and note what came of it, an error too."""
+        started, deadline = time.perf_counter(), self._args.deadline
+        if deadline is not None and started - self._started > deadline:
+            self.body["left_out"].append(f"{label}: {name}")
+            return
+        try:
+            into[name] = run()
+        except Exception as error:
+            into[name] = {"error": f"{type(error).__name__}: {error}"[:500]}
+            self.failed = True
+            print(f"{label}: {name}: {into[name]['error']}", file=sys.stderr)
+        seconds = self.body["seconds"][f"{label}: {name}"] = round(time.perf_counter() - started, 1)
+        print(f"{label}: {name}: {seconds} s", file=sys.stderr, flush=True)
+        if self._args.output is not None:
+            self._args.output.parent.mkdir(parents=True, exist_ok=True)
+            self._args.output.write_text(json.dumps(self.body, indent=1) + "\n", encoding="utf-8")
 
 
-def batch_at(engine: Engine, speculation: Speculation, context: int, batch: int, temperature: float = 0.0) -> Batch:
-    """A batch whose sequences stand at `context`; their caches hold zeros, which cost what keys cost."""
-    requests = []
-    for index in range(batch):
-        params = SamplingParams(max_tokens=900, temperature=temperature, seed=index, ignore_eos=True)
-        request = engine._request([1] * context, params, speculation)
-        found = engine._store.acquire(request.prompt, reuse=False, drafts=True)
-        assert found is not None
-        request.slot, request.position, request.tokens = found[0], context, [*request.prompt, 1]
-        requests.append(request)
-    made = engine.scheduler._runner.make(requests, Unobserved())
-    for request in requests:
-        assert request.slot is not None
-        engine._store.release(request.slot)
-    return made
+def measure_shape(args: argparse.Namespace, report: Report, name: str, context: int, batch: int) -> None:
+    """Every part of one shape, context and batch."""
+    label = f"{name}, context {context}, batch {batch}"
+    row = report.body["rows"][label] = {}
+    loaded: list[Made] = []
+    report.part(label, row, "model", partial(_load, args, loaded, report.body.get("copy_gb_s"), name, context, batch))
+    if not loaded:
+        return
+    made, times = loaded[0], (args.turns, args.blocks)
+    if "rounds" in args.parts:
+        report.part(label, row, "rounds", partial(round_times, made, context, batch, args.rows, *times))
+    if "draft8" in args.parts:
+        report.part(label, row, "draft8", partial(round_times_draft8, made, context, batch, args.stage_rows, *times))
+    if "stages" in args.parts:
+        report.part(label, row, "stages", partial(stage_times, made, context, batch, args.stage_rows, *times))
+    if "profile" in args.parts:
+        report.part(label, row, "profile", partial(_profile, made, context, batch))
+    for part, run in (("transformers", compare), ("static", compare_static)):
+        if part in args.parts:
+            report.part(label, row, part, partial(run, name, made, context, batch, *times))
 
 
-def gpu_ms(step: Callable[[], Any], turns: int) -> list[float]:
-    """Milliseconds of every step, between CUDA events on the stream."""
-    events = [torch.cuda.Event(enable_timing=True) for _ in range(turns + 1)]
-    events[0].record()
-    for event in events[1:]:
-        step()
-        event.record()
-    torch.cuda.synchronize()
-    return [a.elapsed_time(b) for a, b in pairwise(events)]
-
-
-def copy_gb_s() -> float:
-    """Bytes read plus written a second by a large copy, in GB/s."""
-    source = torch.empty(2**30, dtype=torch.uint8, device=CUDA)
-    target = torch.empty_like(source)
-    for _ in range(3):
-        target.copy_(source)
-    return 2 * 2**30 / statistics.median(gpu_ms(lambda: target.copy_(source), 10)) / 1e6
-
-
-VARIANTS: dict[str, tuple[bool, Speculation]] = {  # whether with a drafter, and how
-    "ar": (False, Speculation("ar")),
-    "ar, drafter fed": (True, Speculation("ar")),
-    "linear 16": (True, Speculation("linear")),
-    "tree 8": (True, Speculation("tree", 7, 8)),
-    "tree 16": (True, Speculation("tree", 15, 16)),
-    "tree 32": (True, Speculation("tree", 31, 16)),
-    "tree 64": (True, Speculation("tree", 63, 16)),
-    "tree 128": (True, Speculation("tree", 127, 16)),
-    "shadow-linear at 15": (True, Speculation("shadow-linear", 15, 16)),
-}
-
-
-def measure(name: str, context: int, batch: int, args: argparse.Namespace) -> dict[str, Any]:
-    """Round times of all variants, alternating in blocks of `turns` rounds."""
-    engine = load(name, batch, context, not args.eager)
-    plain = engine.without_drafter()
-    times: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
-    for turn in range(args.blocks + 1):
-        for variant, (drafts, speculation) in VARIANTS.items():
-            user = engine if drafts else plain
-            made = batch_at(user, speculation, context, batch)
-            runner = user.scheduler._runner
-            for _ in range(3):
-                runner.launch(made)
-            found = gpu_ms(lambda r=runner, b=made: r.launch(b), args.turns)
-            if turn:  # the first block compiles and captures
-                times[variant] += found
-    medians = {variant: round(statistics.median(found), 4) for variant, found in times.items()}
-    ratios = {variant: round(value / medians["ar"], 3) for variant, value in medians.items()}
-    profile: dict[str, Any] = {}
-    if args.profile:
-        profile["tree 16"] = kernels(engine, VARIANTS["tree 16"][1], context, batch)
-        profile["ar"] = kernels(plain, VARIANTS["ar"][1], context, batch)
-    weights = sum(t.numel() * t.element_size() for t in _tensors(engine.target))
-    return {"ms": medians, "over_ar": ratios, "weights_gb": round(weights / 1e9, 3), "profile": profile}
-
-
-def _tensors(target: LlamaTarget) -> list[torch.Tensor]:
-    linears = [target.lm_head.weight]
-    for layer in target.layers:
-        linears += [layer.qkv.weight, layer.out.weight, layer.gated.linear.weight, layer.down.weight]
-    return linears
-
-
-def kernels(engine: Engine, speculation: Speculation, context: int, batch: int) -> dict[str, Any]:
-    """What runs in one round: launches, calls of the host, microseconds by kernel."""
-    made = batch_at(engine, speculation, context, batch)
-    runner = engine.scheduler._runner
-    runner.launch(made)
-    torch.cuda.synchronize()
-    with torch.profiler.profile(
-        activities=[torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
-    ) as prof:
-        for _ in range(4):
-            runner.launch(made)
-        torch.cuda.synchronize()
-    table = []
-    host: dict[str, int] = {}
-    for event in prof.key_averages():
-        if event.device_type == torch.autograd.DeviceType.CUDA:
-            table.append((event.self_device_time_total / 4, event.count / 4, event.key[:90]))
-        elif event.key.startswith("cuda"):
-            host[event.key] = event.count
-    table.sort(reverse=True)
+def _load(args: argparse.Namespace, into: list[Made], copy: Any, name: str, context: int, batch: int) -> dict[str, Any]:
+    """Make the models. Returns: what a step of plain decoding reads, and how long that takes at the copy's rate."""
+    made = make(name, batch, context, args.torch_dtype, args.torch_device, not args.eager)
+    into.append(made)
+    read = made.weight_bytes + batch * made.kv_bytes
+    floor = round(read / copy / 1e6, 4) if isinstance(copy, float) else None  # the part may be left out, or fail
     return {
-        "kernels_a_round": sum(count for _, count, _ in table),
-        "kernel_us_a_round": round(sum(us for us, _, _ in table), 1),
-        "host_calls_in_4_rounds": host,
-        "kernels": [{"us": round(us, 1), "count": count, "name": name} for us, count, name in table[:25]],
+        "rounds": made.engine.info()["rounds"],
+        "weights_gb": round(made.weight_bytes / 1e9, 4),
+        "read_gb": round(read / 1e9, 4),
+        "ar_floor_ms": floor,
+        "drafter": {"layers": made.drafter_config.num_layers, "block": made.drafter_config.block_size},
     }
 
 
-def main() -> None:
+def _profile(made: Made, context: int, batch: int) -> dict[str, Any]:
+    return {
+        "ar": kernels(made.plain, Speculation("ar"), context, batch),
+        "tree 16": kernels(made.engine, tree_of(16), context, batch),
+    }
+
+
+def numbers(low: int, high: int | None = None) -> Callable[[str], list[int]]:
+    """A type of option: whole numbers from `low` (to `high`), separated by commas; sorted."""
+
+    def parse(text: str) -> list[int]:
+        found = sorted({int(part) for part in text.split(",")})
+        if found[0] < low or (high is not None and found[-1] > high):
+            raise argparse.ArgumentTypeError(f"{text}: from {low} to {high or 'anything'}")
+        return found
+
+    return parse
+
+
+def names(known: Sequence[str]) -> Callable[[str], list[str]]:
+    """A type of option: some of the known names, separated by commas."""
+
+    def parse(text: str) -> list[str]:
+        unknown = [name for name in text.split(",") if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"{unknown[0]!r} is unknown: choose of {', '.join(known)}")
+        return text.split(",")
+
+    return parse
+
+
+def read_options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """The options; those of --quick are defaults, so that each can still be given."""
     options = parser(__doc__)
-    options.add_argument("--shapes", default=",".join(SHAPES))
-    options.add_argument("--contexts", default="512,2048,16384")
-    options.add_argument("--batches", default="1,8")
+    options.formatter_class = argparse.RawDescriptionHelpFormatter
+    options.add_argument("--quick", action="store_true", help="few combinations and blocks, no part begun after 150 s")
+    options.add_argument("--parts", type=names(PARTS), help="all that the device can do but profile, unless named")
+    options.add_argument("--shapes", type=names(list(SHAPES)), default="qwen3-8b,smollm2-135m")
+    options.add_argument("--contexts", type=numbers(1, 31744), default="512,4096,16384")
+    options.add_argument("--batches", type=numbers(1), default="1,8")
+    options.add_argument("--rows", type=numbers(2, LARGEST_BUDGET + 1), default="8,16,32,64,128", help="of trees")
+    options.add_argument(
+        "--stage-rows",
+        type=numbers(2, LARGEST_BUDGET + 1),
+        default="16,64",
+        help="of trees whose stages, and whose rounds with drafts in 8 bits, are timed",
+    )
     options.add_argument("--turns", type=int, default=12, help="rounds of a block")
-    options.add_argument("--blocks", type=int, default=3, help="alternating blocks a variant")
+    options.add_argument("--blocks", type=int, default=10, help="alternating blocks of a variant")
+    options.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
+    options.add_argument("--dtype", choices=DTYPES, default="auto")
     options.add_argument("--eager", action="store_true", help="without CUDA graphs")
-    options.add_argument("--profile", action="store_true", help="kernels of one round too")
-    args = options.parse_args()
-    rows: dict[str, Any] = {}
-    for name in args.shapes.split(","):
-        for context in map(int, args.contexts.split(",")):
-            for batch in map(int, args.batches.split(",")):
-                label = f"{name}, context {context}, batch {batch}"
-                try:
-                    rows[label] = measure(name, context, batch, args)
-                    print(label, rows[label]["ms"], flush=True)
-                except Exception as error:
-                    rows[label] = {"error": f"{type(error).__name__}: {error}"[:500]}
-                    print(label, rows[label], flush=True)
-                torch.cuda.empty_cache()
-    finish({"rows": rows, "copy_gb_s": round(copy_gb_s()), "graphs": not args.eager, **machine()}, args.output)
+    options.add_argument("--model", default=EMBEDDED, help="target of the real pair: a name, folder or hub id")
+    options.add_argument("--drafter", default="auto", help="its drafter")
+    options.add_argument("--prompts", type=int, default=4, help="of the suite, for the real pair alone")
+    options.add_argument("--max-tokens", type=int, default=128, help="of an answer of the real pair")
+    options.add_argument("--at-once", type=numbers(2), default="8", help="prompts that share rounds, for the real pair")
+    options.add_argument("--pair-context", type=int, default=4096, help="positions planned for an answer of it")
+    options.add_argument("--deadline", type=float, help="seconds after which no part is begun")
+    if options.parse_known_args(arguments)[0].quick:
+        options.set_defaults(**QUICK)
+    args = options.parse_args(arguments)
+    args.torch_device = choose_device(args.device)
+    args.torch_dtype = choose_dtype(args.dtype, args.torch_device)
+    if args.parts is None:
+        args.parts = [p for p in PARTS[:-1] if p not in CARD or args.torch_device.type == "cuda"]
+    for part in CARD:
+        if part in args.parts and args.torch_device.type != "cuda":
+            options.error(f"--parts: {part} needs a card, and the device is {args.torch_device}")
+    if min(args.turns, args.blocks, args.prompts) < 1:
+        options.error("--turns, --blocks and --prompts must be at least 1")
+    return args
+
+
+def about(args: argparse.Namespace) -> dict[str, Any]:
+    """The machine, and how the figures came about."""
+    card = args.torch_device.type == "cuda"
+    launched = "as one CUDA graph each" if card and not args.eager else "launched by the host"
+    return {
+        **machine(),
+        "transformers": transformers.__version__,
+        "device": str(args.torch_device),
+        "dtype": str(args.torch_dtype).removeprefix("torch."),
+        "blocks": args.blocks,
+        "turns": args.turns,
+        "how": {
+            "rounds": "CUDA events around every round on the stream" if card else "the clock around every round",
+            "stages": f"{HOW_STAGES}; {launched}",
+            "transformers": HOW_PEERS,
+            "pair": HOW_PAIR,
+        },
+    }
+
+
+def main(arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """Run the parts, print the document. Raises SystemExit(1) where a part failed."""
+    args = read_options(arguments)
+    report = Report(args, about(args))
+    if "copy" in args.parts:
+        report.part("device", report.body, "copy_gb_s", lambda: round(copy_gb_s(args.torch_device), 1))
+    if "pair" in args.parts:
+        dtype = str(args.torch_dtype).removeprefix("torch.")
+        report.part("pair", report.body, "pair", partial(compare_pair, args, dtype))
+        _free(args.torch_device)
+    if set(args.parts) - {"copy", "pair"}:
+        for name in args.shapes:
+            for context in args.contexts:
+                for batch in args.batches:
+                    measure_shape(args, report, name, context, batch)
+                    _free(args.torch_device)
+    finish(report.body, args.output)
+    if report.failed:
+        sys.exit(1)
+    return report.body
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
 
 
 if __name__ == "__main__":
