@@ -4,7 +4,7 @@ from ddtree.layers.attention import attend, attend_segments, attention_mask
 from ddtree.layers.cache import KVCache, Segment
 from ddtree.layers.linear import GatedLinear, Linear, packs
 from ddtree.layers.norm import RMSNorm, add_norm, swiglu
-from ddtree.layers.place import DevicePlace, Heads, HostPlace, Place, Workspaces
+from ddtree.layers.place import DevicePlace, Heads, HostPlace, Place, PromptPlace, Workspaces
 from ddtree.layers.rope import Rope, interleave
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "KVCache",
     "Linear",
     "Place",
+    "PromptPlace",
     "RMSNorm",
     "Rope",
     "Segment",

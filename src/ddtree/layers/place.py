@@ -101,6 +101,19 @@ def _normed(states: Tensor, heads: Heads) -> Tensor:
     return torch.cat([query, key, value], 1)
 
 
+@dataclass(kw_only=True)
+class PromptPlace(HostPlace):
+    """A piece of one sequence's prompt on a GPU: what follows a projection is one launch, as it is in a round."""
+
+    rows: AttentionRows
+    turns: Tensor  # [positions, 1, hd/2] complex64, of all positions
+
+    def project(self, cache: KVCache | None, layer: int, columns: Tensor, heads: Heads) -> Tensor | None:
+        """See Place.project. The queries: [M, heads, hd]."""
+        query = _write_heads(columns, None if cache is None else cache.data[layer], self.rows, self.turns, heads)
+        return None if query is None else query.flatten(0, 1)
+
+
 @dataclass
 class DevicePlace:
     """Padded sequences, told in device tensors; a row that stands for nothing is computed and written as scratch."""
@@ -112,16 +125,7 @@ class DevicePlace:
 
     def project(self, cache: KVCache | None, layer: int, columns: Tensor, heads: Heads) -> Tensor | None:
         """See Place.project. The queries: [B, N, heads, hd]."""
-        eps = 0.0
-        for norm in (heads.query_norm, heads.key_norm):
-            eps = norm.squares / heads.dim if norm is not None else eps
-        norms = HeadNorms(
-            None if heads.query_norm is None else heads.query_norm.scale,
-            None if heads.key_norm is None else heads.key_norm.scale,
-            eps,
-        )
-        data = None if cache is None else cache.data[layer]
-        return kernels.write_heads(columns, data, self.rows, self.turns, norms)
+        return _write_heads(columns, None if cache is None else cache.data[layer], self.rows, self.turns, heads)
 
     def attend(self, cache: KVCache, layer: int, query: Tensor, window: int | None, causal: bool) -> Tensor:
         """See Place.attend."""
@@ -130,6 +134,21 @@ class DevicePlace:
         if rows.ancestors is None and causal:
             rows = AttentionRows(rows.slot, rows.start, causal=True)
         return kernels.tree_attention(query, cache.data[layer], rows, self.work, window)
+
+
+def _write_heads(
+    columns: Tensor, data: Tensor | None, rows: AttentionRows, turns: Tensor, heads: Heads
+) -> Tensor | None:
+    """Place.project by the kernel; the queries: [B, N, heads, hd]. data: one layer of KVCache.data."""
+    eps = 0.0
+    for norm in (heads.query_norm, heads.key_norm):
+        eps = norm.squares / heads.dim if norm is not None else eps
+    norms = HeadNorms(
+        None if heads.query_norm is None else heads.query_norm.scale,
+        None if heads.key_norm is None else heads.key_norm.scale,
+        eps,
+    )
+    return kernels.write_heads(columns, data, rows, turns, norms)
 
 
 @dataclass

@@ -21,6 +21,7 @@ from ddtree.layers import (
     KVCache,
     Linear,
     Place,
+    PromptPlace,
     RMSNorm,
     Rope,
     Workspaces,
@@ -125,7 +126,12 @@ class LlamaTarget:
         causal = torch.ones(1, n, n, dtype=torch.bool, device=ids.device).tril()
         segments = cache.segments(position.tolist(), [n])
         positions = position + torch.arange(n, device=ids.device)
-        place = HostPlace(segments, positions, self.rope, [causal], self.config.num_heads // self.config.num_kv_heads)
+        told = (segments, positions, self.rope, [causal], self.config.num_heads // self.config.num_kv_heads)
+        if usable(ids.device):
+            rows = AttentionRows(cache.slot, position)
+            place: Place = PromptPlace(*told, rows=rows, turns=self._turns_of(cache.length))
+        else:
+            place = HostPlace(*told)
         hidden, features = self._forward(cache, ids[0], place, last=True)
         return features.unsqueeze(0), self.head(hidden)
 
@@ -149,13 +155,17 @@ class LlamaTarget:
         return _padded(self.head(hidden), sizes, n), _padded(features, sizes, n)
 
     def _device_place(self, cache: KVCache, rows: Rows, position: Tensor) -> DevicePlace:
-        if self._turns is None or len(self._turns) < cache.length:
-            self._turns = self.rope.turns(torch.arange(cache.length, device=position.device))
         batch, n = rows.tokens.shape
         work = self._work.get(batch, n, self.heads, cache)
         where = AttentionRows(cache.slot, position, rows.depths, rows.ancestors)
         locate(where, work)
-        return DevicePlace(where, self._turns, work)
+        return DevicePlace(where, self._turns_of(cache.length), work)
+
+    def _turns_of(self, length: int) -> Tensor:
+        """The rotary turns of positions 0 .. length - 1, and maybe of some more."""
+        if self._turns is None or len(self._turns) < length:
+            self._turns = self.rope.turns(torch.arange(length, device=self.spec.device))
+        return self._turns
 
     def commit(self, cache: KVCache, path: Tensor, position: Tensor) -> None:
         """See Target.commit."""
