@@ -27,8 +27,10 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 class Pair:
     """Target and drafter with caches that hold two prompts in slots 2 and 0."""
 
-    def __init__(self, folders: tuple[Path, Path], device: torch.device, dtype: torch.dtype) -> None:
-        self.target = LlamaTarget.load(folders[0], dtype, device)
+    def __init__(
+        self, folders: tuple[Path, Path], device: torch.device, dtype: torch.dtype, invariant: bool = True
+    ) -> None:
+        self.target = LlamaTarget.load(folders[0], dtype, device, invariant)
         spec = self.target.spec
         sizes = (spec.vocab_size, spec.hidden_size, spec.num_layers)
         self.drafter = DFlashDrafter.load(folders[1], self.target.embed, self.target.head, sizes, dtype, device)
@@ -80,14 +82,18 @@ class Pair:
 HALF = pytest.param(torch.bfloat16, marks=[] if torch.cuda.is_available() else [pytest.mark.full])
 
 
+FAST = pytest.param(False, marks=[] if torch.cuda.is_available() else [pytest.mark.full])
+
+
+@pytest.mark.parametrize("invariant", [True, FAST])
 @pytest.mark.parametrize("dtype", [torch.float32, HALF])
 @torch.inference_mode()
-def test_a_round_through_the_kernels_equals_one_through_torch(folders, device, dtype, monkeypatch) -> None:
+def test_a_round_through_the_kernels_equals_one_through_torch(folders, device, dtype, invariant, monkeypatch) -> None:
     monkeypatch.setattr(backend, "KINDS", set())
     plain = Pair(folders, device, dtype)
     expected = plain.round()
     monkeypatch.setattr(backend, "KINDS", {device.type})
-    fast = Pair(folders, device, dtype)
+    fast = Pair(folders, device, dtype, invariant)
     tolerance = 2e-4 if dtype is torch.float32 else 0.12
     for name, found in fast.round().items():
         scale = float(expected[name].float().abs().max())

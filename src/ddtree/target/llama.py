@@ -34,6 +34,8 @@ from ddtree.target.base import TargetSpec
 from ddtree.target.config import LlamaConfig
 from ddtree.tree import Rows, unpack
 
+FEW_ROWS = 64  # up to so many the kernels' products are as fast as the vendor's, or faster (docs/log.md)
+
 
 @dataclass(frozen=True)
 class _Layer:
@@ -48,8 +50,9 @@ class _Layer:
 class LlamaTarget:
     """A Llama model. The residual stream is float32 in every dtype, so half precision rounds in the products alone."""
 
-    def __init__(self, config: LlamaConfig, spec: TargetSpec, weights: Weights) -> None:
-        self.config, self.spec = config, spec
+    def __init__(self, config: LlamaConfig, spec: TargetSpec, weights: Weights, invariant: bool = True) -> None:
+        """invariant: see `load`."""
+        self.config, self.spec, self.invariant = config, spec, invariant
         self.feature_layers: tuple[int, ...] = ()
         self.rope = Rope(config.head_dim, config.rope_theta, config.rope_scaling, spec.device)
         vocab, hidden = config.vocab_size, config.hidden_size
@@ -59,11 +62,16 @@ class LlamaTarget:
         self.layers = [self._load_layer(i, weights) for i in range(config.num_layers)]
         self.heads = Heads(config.num_heads, config.num_kv_heads, config.head_dim)
         self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
-        self._work = Workspaces()
+        self._work = Workspaces(invariant)
 
     @classmethod
-    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device) -> "LlamaTarget":
-        """Load a Hugging Face folder. Raises DDTreeError for anything missing, damaged or unsupported."""
+    def load(cls, folder: Path, dtype: torch.dtype, device: torch.device, invariant: bool = True) -> "LlamaTarget":
+        """Load a Hugging Face folder.
+
+        invariant: in half precision on a GPU, a row of `verify` has the same bits alone, on a chain, in any tree and
+        in any batch; else what is fastest for the number of rows is taken. Elsewhere it changes nothing.
+        Raises DDTreeError for anything missing, damaged or unsupported.
+        """
         raw = read_config(folder)
         config = LlamaConfig.read(raw)
         spec = TargetSpec(
@@ -76,7 +84,7 @@ class LlamaTarget:
             device=device,
         )
         with open_weights(folder, dtype, device) as weights:
-            return cls(config, spec, weights)
+            return cls(config, spec, weights, invariant)
 
     def _load_layer(self, index: int, weights: Weights) -> _Layer:
         c, at = self.config, f"model.layers.{index}."
@@ -139,8 +147,10 @@ class LlamaTarget:
         """See Target.verify. On a CPU padding is not computed: its logits and features are 0."""
         batch, n = rows.tokens.shape
         if usable(rows.tokens.device):
-            hidden, features = self._forward(cache, rows.tokens.flatten(), self._device_place(cache, rows, position))
-            return self.head(hidden).unflatten(0, (batch, n)), features.unflatten(0, (batch, n))
+            padded = self._device_place(cache, rows, position)
+            hidden, features = self._forward(cache, rows.tokens.flatten(), padded)
+            logits = self.lm_head(hidden, padded.few)
+            return logits.unflatten(0, (batch, n)), features.unflatten(0, (batch, n))
         sizes = ((rows.parents >= 0).sum(1) + 1).tolist()
         real = [(b, slice(size)) for b, size in enumerate(sizes)]
         visible = unpack(rows.ancestors, n)
@@ -159,7 +169,8 @@ class LlamaTarget:
         work = self._work.get(batch, n, self.heads, cache)
         where = AttentionRows(cache.slot, position, rows.depths, rows.ancestors)
         locate(where, work)
-        return DevicePlace(where, self._turns_of(cache.length), work)
+        few = self.invariant or batch * n <= FEW_ROWS
+        return DevicePlace(where, self._turns_of(cache.length), work, few)
 
     def _turns_of(self, length: int) -> Tensor:
         """The rotary turns of positions 0 .. length - 1, and maybe of some more."""
