@@ -29,7 +29,7 @@ from ddtree.layers import packs
 from ddtree.target import LlamaTarget, Target
 
 if TYPE_CHECKING:
-    from ddtree.engine.grammar import GrammarCompiler
+    from ddtree.engine.grammar import GrammarCompiler, GrammarMatcher
 
 CPU_PREFILL_CHUNK = 128  # about two rounds of eight sequences: what a prompt may hold running answers up by
 GPU_PREFILL_CHUNK = 1024
@@ -153,12 +153,14 @@ class Engine:
         return self._stream(prompt, params, speculation, observer)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation | None = None) -> None:
-        """Raises the DDTreeError that a request would meet. Safe to call from another thread."""
+        """Raises the DDTreeError that a request would meet. Safe to call from another thread.
+
+        It makes the matcher of the request's grammar, so the request itself finds the grammar compiled.
+        """
         self._check_speculation(speculation or self.speculation)
         self.remaining(prompt, params)
         check_token_ids(params, self.target.spec.vocab_size)
-        if params.grammar is not None:
-            self._grammars.matcher(params.grammar)
+        self._matcher(params)
 
     def remaining(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens a request may generate. Raises for an empty prompt, and for one that does not fit the context."""
@@ -189,6 +191,10 @@ class Engine:
 
         return GrammarCompiler(self.text, self.target.spec.vocab_size, self.target.spec.end_ids)
 
+    def _matcher(self, params: SamplingParams) -> "GrammarMatcher | None":
+        """At the beginning of an answer. Raises InvalidOption for a grammar that cannot be used."""
+        return None if params.grammar is None else self._grammars.matcher(params.grammar)
+
     def _rounds(self) -> str:
         """Who runs them: the host, the device by its kernels, or the device as CUDA graphs."""
         if not usable(self.target.spec.device):
@@ -208,21 +214,21 @@ class Engine:
         return SlotStore(self.target, self.drafter, self.config.max_running_requests, self.max_model_len + scratch)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> Request:
-        """Check a request, and turn it into what the scheduler runs."""
-        self.check(prompt, params, speculation)
-        spec, prompt = self.target.spec, list(prompt)
+        """Turn a request into what the scheduler runs. Raises as `check`, which may have been called or not."""
+        self._check_speculation(speculation)
+        spec, prompt, remaining = self.target.spec, list(prompt), self.remaining(prompt, params)
         stops = frozenset(params.stop_token_ids)
         ends = stops | (frozenset() if params.ignore_eos else frozenset(spec.end_ids))
-        matcher = self._grammars.matcher(params.grammar) if params.grammar is not None else None
         sampler = RowSampler(
-            params, draw_seed(params), prompt, spec.vocab_size, spec.device, matcher=matcher, end_ids=spec.end_ids
-        )
+            params, draw_seed(params), prompt, spec.vocab_size, spec.device,
+            matcher=self._matcher(params), end_ids=spec.end_ids,
+        )  # fmt: skip
         return Request(
             prompt=prompt,
             params=params,
             lane=Lane(speculation, sampler, self.drafter),
             output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
-            remaining=self.remaining(prompt, params),
+            remaining=remaining,
         )
 
     def _stream(
