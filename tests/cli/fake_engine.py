@@ -32,6 +32,7 @@ class FakeEngine:
 
     answers: ClassVar[dict[str, str]] = {}
     agree: ClassVar[bool | None] = True
+    device: ClassVar[str] = "cpu"
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -46,12 +47,16 @@ class FakeEngine:
         return {
             "model": self.config.model,
             "drafter": self.config.drafter,
-            "device": "cpu",
+            "device": self.device,
             "dtype": self.dtype,
             "threads": 2,
             "versions": {"torch": "0"},
             "linear": "plain",
+            "speculation": {"mode": self.speculation.mode},
         }
+
+    def settled(self, speculation: Speculation) -> Speculation:
+        return speculation.settled(self.device)
 
     def stream(
         self, prompt: list[int], params: SamplingParams, speculation: Speculation | None = None, observer: Any = None

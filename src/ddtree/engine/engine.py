@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -54,7 +54,7 @@ class Engine:
         """
         self.target, self.drafter, self.text, self.config = target, drafter, text, config
         self.names = names or (config.model, config.drafter if drafter else None)
-        self.speculation = config.speculation
+        self.speculation = self.settled(config.speculation)
         self.max_model_len = config.max_model_len or target.spec.max_position
         if self.max_model_len > target.spec.max_position:
             raise InvalidOption(
@@ -107,6 +107,7 @@ class Engine:
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
+            "speculation": asdict(self.speculation),
             "prefix_caching": self.config.prefix_caching,
             "versions": {
                 "ddtree": __version__,
@@ -115,6 +116,10 @@ class Engine:
                 "python": platform.python_version(),
             },
         }
+
+    def settled(self, speculation: Speculation) -> Speculation:
+        """With the numbers that rounds take: what was not chosen follows the device. See Speculation.settled."""
+        return speculation.settled(self.target.spec.device.type, self.config.largest_budget)
 
     def generate(
         self,
@@ -157,7 +162,7 @@ class Engine:
 
         It makes the matcher of the request's grammar, so the request itself finds the grammar compiled.
         """
-        self._check_speculation(speculation or self.speculation)
+        self._check_speculation(self.settled(speculation or self.speculation))
         self.remaining(prompt, params)
         check_token_ids(params, self.target.spec.vocab_size)
         self._matcher(params)
@@ -215,6 +220,7 @@ class Engine:
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> Request:
         """Turn a request into what the scheduler runs. Raises as `check`, which may have been called or not."""
+        speculation = self.settled(speculation)
         self._check_speculation(speculation)
         spec, prompt, remaining = self.target.spec, list(prompt), self.remaining(prompt, params)
         stops = frozenset(params.stop_token_ids)
