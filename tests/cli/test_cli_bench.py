@@ -63,6 +63,10 @@ def test_budgets_are_modes_of_their_own(ddtree: Command, engines: list[FakeEngin
     }
     assert used == {("ar", Speculation().tree_budget, 4), ("tree", 7, 4), ("tree", 31, 4)}
     assert engines[0].config.speculation.tree_budget == 7, "loaded for a mode that drafts"
+    assert engines[0].config.largest_budget == 64
+    assert ddtree("bench", "--limit", "1", "--modes", "ar", "--budgets", "7,200").code == 0
+    assert engines[1].config.largest_budget == 200, "room for every budget that is measured"
+    assert engines[1].config.max_running_requests == 1, "answers come one after another"
 
 
 @pytest.mark.parametrize(("device", "settled"), [("cpu", (5, 8)), ("cuda", (31, 16))])

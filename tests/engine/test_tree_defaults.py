@@ -68,6 +68,7 @@ def test_every_request_is_settled_by_the_engine_that_runs_it(monkeypatch):
 
 
 def test_an_engine_on_a_gpu_takes_the_gpu_s(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**33, 2**33))
     target = ScriptedTarget(lambda history: [0.0] * 4, 4)
     target.spec = replace(target.spec, device=torch.device("cuda"))
     drafter = ScriptedDrafter(lambda history: [[0.0] * 4] * 3, 4)

@@ -10,7 +10,7 @@ import typer
 
 from ddtree.cli import options as opt
 from ddtree.cli.load import load_engine
-from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.config import DEFAULT_MAX_BUDGET, MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -48,7 +48,9 @@ def generate(
     """Answer one prompt, and print the text as it comes."""
     speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
     graphs = opt.switched_on("cuda_graphs", cuda_graphs)
-    config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs)
+    config = EngineConfig(
+        model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs, max_running_requests=1
+    )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt, raw)
     engine = load_engine(config)
@@ -117,10 +119,14 @@ def bench(
     plan = make_plan(modes, budgets, base, sampling, limit, repeat)
     # The engine is loaded for a mode that drafts, if any does: so a missing drafter is told before the run, not in it.
     first = next((variant for variant in plan.variants.values() if variant.mode != "ar"), Speculation("ar"))
-    # Without reuse: every variant answers the same prompts, and the first would pay the prefill of all.
-    graphs = opt.switched_on("cuda_graphs", cuda_graphs)
+    # Answers come one after another. Without reuse: all variants answer the same prompts, and the first would pay the
+    # prefill of all.
     config = EngineConfig(
-        model, drafter, first, device, dtype, max_model_len, cuda_graphs=graphs, prefix_caching=False
+        model, drafter, first, device, dtype, max_model_len,
+        max_running_requests=1,
+        max_tree_budget=max(DEFAULT_MAX_BUDGET, *(variant.tree_budget for variant in plan.variants.values())),
+        prefix_caching=False,
+        cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
     )  # fmt: skip
     _check_writable(output)
     from tqdm import tqdm

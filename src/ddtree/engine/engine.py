@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddtree import __version__, models
-from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import DFlashDrafter, Drafter
 from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
 from ddtree.engine.request import Request, draw_seed
@@ -26,6 +27,7 @@ from ddtree.engine.text import Text
 from ddtree.errors import ContextLengthExceeded, InvalidOption
 from ddtree.kernels.backend import usable
 from ddtree.layers import packs
+from ddtree.plan import Load, fit
 from ddtree.target import LlamaTarget, Target
 
 if TYPE_CHECKING:
@@ -50,7 +52,8 @@ class Engine:
         """names: what info() calls the target and the drafter; those of config when None. store: another engine's
         caches, shared with it.
 
-        Raises InvalidOption where the mode needs a drafter and there is none, or the context is too long or too large.
+        Raises InvalidOption where the mode needs a drafter and there is none, the context is longer than the model's,
+        or the planned memory does not fit.
         """
         self.target, self.drafter, self.text, self.config = target, drafter, text, config
         self.names = names or (config.model, config.drafter if drafter else None)
@@ -64,8 +67,8 @@ class Engine:
         self._check_speculation(self.speculation)
         if drafter:
             target.tap(drafter.config.target_layer_ids)
-        self._store = store or self._make_store()
         chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
+        self._store = store or self._make_store(chunk)
         runner = self._make_runner()
         self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching, runner)
 
@@ -109,6 +112,7 @@ class Engine:
             "max_tree_budget": self.config.largest_budget,
             "speculation": asdict(self.speculation),
             "prefix_caching": self.config.prefix_caching,
+            "memory": self._store.plan.facts() if self._store.plan else None,
             "versions": {
                 "ddtree": __version__,
                 "torch": torch.__version__,
@@ -212,11 +216,15 @@ class Engine:
             return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
         return HostRunner(self.target, self.drafter, self._store)
 
-    def _make_store(self) -> SlotStore:
-        """Caches for every slot, with room for the rows of the largest round behind the longest context."""
-        depths, block = (self.drafter.config.depths, self.drafter.config.block_size) if self.drafter else (0, 0)
-        scratch = max(1 + depths + self.config.largest_budget, block)
-        return SlotStore(self.target, self.drafter, self.config.max_running_requests, self.max_model_len + scratch)
+    def _make_store(self, chunk: int) -> SlotStore:
+        """Caches for every slot, if they and everything else fit the device's memory."""
+        config = self.config
+        captured = self.speculation if self._rounds() == "graphs" else None
+        planner = Planner(self.target, self.drafter, chunk, captured)
+        load = Load(config.max_running_requests, self.max_model_len, config.largest_budget)
+        least = 1 if isinstance(config.speculation.tree_budget, Unset) else config.speculation.tree_budget
+        plan = fit(planner, load, device_memory(self.target.spec.device), least)
+        return SlotStore(self.target, self.drafter, load.requests, planner.length(load), plan)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> Request:
         """Turn a request into what the scheduler runs. Raises as `check`, which may have been called or not."""

@@ -257,6 +257,11 @@ def bucket(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
+def buckets(most: int) -> list[int]:
+    """The padded sizes of batches of up to `most` sequences, the largest first."""
+    return [1 << power for power in reversed(range(bucket(most).bit_length()))]
+
+
 def _static(cache: KVCache, slots: list[int]) -> KVCache:
     """A view whose slots lie in a tensor of its own, which stays where it is."""
     return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))
