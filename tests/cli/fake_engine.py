@@ -41,7 +41,11 @@ class FakeEngine:
         self.max_model_len = config.max_model_len or 8192
         self.text = FakeText()
         self.dtype = "float32" if config.dtype == "auto" else config.dtype
+        self.warmed_by: threading.Thread | None = None
         self.calls: list[tuple[list[int], SamplingParams, Speculation, Any]] = []
+
+    def warm_up(self) -> None:
+        self.warmed_by = threading.current_thread()
 
     def info(self) -> dict[str, Any]:
         return {

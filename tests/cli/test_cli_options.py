@@ -304,3 +304,10 @@ def test_a_served_engine_is_loaded_by_a_thread_that_is_gone(observe: Any, engine
     """See `threads.in_passing_thread`: what loads leaves OpenMP threads behind as long as it lives."""
     observe("serve")
     assert not engines[0].loaded_by.is_alive()
+    assert engines[0].warmed_by is engines[0].loaded_by, "before the server says that it is ready"
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_only_a_server_warms_up(observe: Any, engines: list[FakeEngine], command: str) -> None:
+    observe(command, *BASE[command])
+    assert engines[0].warmed_by is None

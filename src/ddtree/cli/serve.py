@@ -100,5 +100,5 @@ def serve(
     )
     check_port(host, port)
     with interrupts_end_at_once():  # a model that was being prepared leaves a hidden folder; the next start removes it
-        engine = in_passing_thread(lambda: load_engine(config))
+        engine = in_passing_thread(lambda: load_engine(config, warm=True))
     serve_http(engine, host, port, options)

@@ -88,6 +88,25 @@ class Engine:
         names = (config.model, drafter_folder.name if drafter_folder else None)
         return cls(target, drafter, Text(folder), config, names)
 
+    def warm_up(self) -> None:
+        """Compile kernels, and capture the rounds of the engine's own speculation for batches of every size.
+
+        Before the first request: then none waits for that. Other rounds are captured when they are first needed. There
+        is nothing to do on a CPU. Raises InvalidOption where the memory does not suffice.
+        """
+        spec = self.target.spec
+        if spec.device.type != "cuda":
+            return
+        sampler = RowSampler(SamplingParams(), 0, (), spec.vocab_size, spec.device)
+        try:
+            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter))
+        except torch.OutOfMemoryError as error:
+            raise InvalidOption(
+                f"the memory of {spec.device} does not suffice for the first rounds ({error}): lower"
+                " max_running_requests, max_model_len or max_tree_budget",
+                param="max_running_requests",
+            ) from error
+
     def without_drafter(self) -> "Engine":
         """The same target decoding plainly, as it does where no drafter was loaded: the baseline of a comparison.
 
