@@ -8,8 +8,9 @@ import torch
 from ddtree.config import MODES, SamplingParams, Speculation
 from ddtree.engine.observer import StageTimer, Unobserved
 from ddtree.engine.round import Lane
-from ddtree.engine.runner import DeviceRunner, Shape, buckets, prepared_shapes
+from ddtree.engine.runner import DeviceRunner
 from ddtree.engine.sampling import RowSampler
+from ddtree.engine.shapes import Shape, buckets, prepared_shapes
 from ddtree.errors import InvalidOption
 from ddtree.server.metrics import Metrics
 from scripted import CPU, HASHED_VOCAB, engine_for

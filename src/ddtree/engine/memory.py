@@ -9,14 +9,14 @@ from torch import Tensor
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
 from ddtree.engine.modes import MODES, depths_needed, max_rows
-from ddtree.engine.runner import bucket, buckets
+from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
 from ddtree.plan import Load, Memory, MemoryPlan, Part, machine_memory
 from ddtree.target import LlamaTarget, Target
 
 LIBRARIES = 256 * 2**20  # bytes on a GPU: cuBLAS's own, compiled kernels, the nodes of graphs, the allocator's rounding
-_FLOAT, _NOISE_ROWS = 4, 4  # bytes of a float32; copies of its rows that a sampler on the host makes
+_FLOAT, _COPIES = 4, 4  # bytes of a float32; copies of its rows in float32 that a sampler on the host makes
 
 
 def device_memory(device: torch.device) -> Memory | None:
@@ -136,7 +136,7 @@ class Planner:
         """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps."""
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
-        return self._vocab * (draft + noise + rows * _NOISE_ROWS * _FLOAT)
+        return self._vocab * (draft + noise + rows * _COPIES * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)

@@ -13,8 +13,8 @@ from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import DeviceOps, HostOps
 from ddtree.engine.request import Request
 from ddtree.engine.round import Batch, Lane, Verdict, run_round
+from ddtree.engine.shapes import Shape, prepared_shapes
 from ddtree.engine.slots import SlotStore
-from ddtree.kernels.build import MOST_RANKS, MOST_ROWS
 from ddtree.layers import KVCache
 from ddtree.target import Target
 from ddtree.tree import RoundState
@@ -22,7 +22,6 @@ from ddtree.tree import RoundState
 log = logging.getLogger("ddtree.engine")
 
 NO_TOKEN = -2  # fills the lists of end ids
-_ENDS = 8  # end ids of a captured batch; more make a batch of its own
 
 
 @dataclass
@@ -99,35 +98,6 @@ def fill(batch: Batch, requests: Sequence[Request]) -> None:
     width = batch.ends.shape[1]
     ends = [[*request.ends, *[NO_TOKEN] * (width - len(request.ends))] for request in requests]
     batch.ends.copy_(torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What a captured round is made for."""
-
-    batch: int
-    width: int  # rows
-    depth: int
-    ranks: int
-    shadows: bool
-    ends: int
-
-    @classmethod
-    def of(cls, lanes: Sequence[Lane], size: int, ends: int = 0) -> "Shape":
-        """For `size` sequences such as these, which have up to `ends` end ids."""
-        return cls(
-            batch=bucket(size),
-            width=max(lane.rows for lane in lanes),
-            depth=max(lane.depth for lane in lanes),
-            ranks=max(lane.ranks for lane in lanes),
-            shadows=any(lane.mode.shadows for lane in lanes),
-            ends=max(_ENDS, ends),
-        )
-
-    @property
-    def fits(self) -> bool:
-        """Whether the kernels can lay it."""
-        return self.width <= MOST_ROWS and self.ranks <= MOST_RANKS
 
 
 @dataclass
@@ -286,24 +256,6 @@ class DeviceRunner:
         ready = torch.cuda.Event()
         ready.record()
         return Pending(verdict.logits, captured.batch.state.path, report, ready)
-
-
-def bucket(size: int) -> int:
-    """Batches are padded to powers of two."""
-    return 1 << (size - 1).bit_length()
-
-
-def buckets(most: int) -> list[int]:
-    """The padded sizes of batches of up to `most` sequences, the largest first."""
-    return [1 << power for power in reversed(range(bucket(most).bit_length()))]
-
-
-def prepared_shapes(lane: Lane, most: int) -> list[Shape]:
-    """What rounds of up to `most` sequences such as this one are captured for, the largest first: the smaller ones
-    find their memory there. None for a round beyond the kernels.
-    """
-    shapes = [Shape.of([lane], size) for size in buckets(most)]
-    return [shape for shape in shapes if shape.fits]
 
 
 def _static(cache: KVCache, slots: list[int]) -> KVCache:
