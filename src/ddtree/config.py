@@ -1,6 +1,6 @@
 """What a user chooses: one frozen dataclass a concern, checked when it is made. A leaf: imports only `errors`."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ddtree.errors import InvalidOption
 
@@ -41,13 +41,24 @@ def _check_number(
         raise InvalidOption(f"{what or name} must be a number {limits}, not {value!r}: {remedy}", param=name)
 
 
+class Unset(int):
+    """A number that nobody chose: a CPU's default, for which an engine takes that of its own device."""
+
+
+# (tree_budget, tree_top_k) by torch's type of a device: the fastest that were measured (docs/log.md)
+TREES = {"cpu": (5, 8), "cuda": (31, 16)}
+
+
 @dataclass(frozen=True)
 class Speculation:
-    """How a round drafts and what it commits. Budgets count tree nodes without the root."""
+    """How a round drafts and what it commits. Budgets count tree nodes without the root.
+
+    What is left out of `tree_budget` and `tree_top_k` follows the device: see `settled`.
+    """
 
     mode: str = "tree"
-    tree_budget: int = 5  # the fastest on two CPU cores (docs/log.md); on a GPU 15 or 31 pay
-    tree_top_k: int = 8  # candidate tokens per depth
+    tree_budget: int = Unset(TREES["cpu"][0])
+    tree_top_k: int = Unset(TREES["cpu"][1])  # candidate tokens per depth
     tree_spine: int = 0  # tokens of the top-1 chain that a tree must hold; 0: best-first alone
 
     def __post_init__(self) -> None:
@@ -56,6 +67,18 @@ class Speculation:
         _check_int("tree_budget", self.tree_budget, 1, MAX_TREE_BUDGET)
         _check_int("tree_top_k", self.tree_top_k, 1, MAX_TREE_TOP_K)
         _check_int("tree_spine", self.tree_spine, 0, MAX_TREE_BUDGET)
+
+    def settled(self, device_type: str, largest: int = MAX_TREE_BUDGET) -> "Speculation":
+        """With plain numbers in place of those that nobody chose: what suits the device; the budget at most `largest`.
+
+        device_type: torch's ("cpu", "cuda"). Chosen numbers stay as they are.
+        """
+        budget, top_k = TREES.get(device_type, TREES["cpu"])
+        return replace(
+            self,
+            tree_budget=min(budget, largest) if isinstance(self.tree_budget, Unset) else self.tree_budget,
+            tree_top_k=top_k if isinstance(self.tree_top_k, Unset) else self.tree_top_k,
+        )
 
 
 @dataclass(frozen=True)
@@ -184,7 +207,9 @@ class EngineConfig:
             _check_int("max_model_len", self.max_model_len, 2)
         _check_int("max_running_requests", self.max_running_requests, 1, MAX_RUNNING_REQUESTS)
         if self.max_tree_budget is not None:
-            _check_int("max_tree_budget", self.max_tree_budget, self.speculation.tree_budget, MAX_TREE_BUDGET)
+            chosen = self.speculation.tree_budget
+            least = 1 if isinstance(chosen, Unset) else chosen
+            _check_int("max_tree_budget", self.max_tree_budget, least, MAX_TREE_BUDGET)
         if self.prefill_chunk is not None:
             _check_int("prefill_chunk", self.prefill_chunk, 1)
 

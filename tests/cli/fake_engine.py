@@ -32,6 +32,7 @@ class FakeEngine:
 
     answers: ClassVar[dict[str, str]] = {}
     agree: ClassVar[bool | None] = True
+    device: ClassVar[str] = "cpu"
 
     def __init__(self, config: EngineConfig) -> None:
         self.config = config
@@ -40,18 +41,26 @@ class FakeEngine:
         self.max_model_len = config.max_model_len or 8192
         self.text = FakeText()
         self.dtype = "float32" if config.dtype == "auto" else config.dtype
+        self.warmed_by: threading.Thread | None = None
         self.calls: list[tuple[list[int], SamplingParams, Speculation, Any]] = []
+
+    def warm_up(self) -> None:
+        self.warmed_by = threading.current_thread()
 
     def info(self) -> dict[str, Any]:
         return {
             "model": self.config.model,
             "drafter": self.config.drafter,
-            "device": "cpu",
+            "device": self.device,
             "dtype": self.dtype,
             "threads": 2,
             "versions": {"torch": "0"},
             "linear": "plain",
+            "speculation": {"mode": self.speculation.mode},
         }
+
+    def settled(self, speculation: Speculation) -> Speculation:
+        return speculation.settled(self.device)
 
     def stream(
         self, prompt: list[int], params: SamplingParams, speculation: Speculation | None = None, observer: Any = None

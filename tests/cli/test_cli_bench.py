@@ -63,6 +63,22 @@ def test_budgets_are_modes_of_their_own(ddtree: Command, engines: list[FakeEngin
     }
     assert used == {("ar", Speculation().tree_budget, 4), ("tree", 7, 4), ("tree", 31, 4)}
     assert engines[0].config.speculation.tree_budget == 7, "loaded for a mode that drafts"
+    assert engines[0].config.largest_budget == 64
+    assert ddtree("bench", "--limit", "1", "--modes", "ar", "--budgets", "7,200").code == 0
+    assert engines[1].config.largest_budget == 200, "room for every budget that is measured"
+    assert engines[1].config.max_running_requests == 1, "answers come one after another"
+
+
+@pytest.mark.parametrize(("device", "settled"), [("cpu", (5, 8)), ("cuda", (31, 16))])
+def test_the_report_names_the_numbers_that_the_device_was_given(
+    ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, device: str, settled: tuple[int, int]
+) -> None:
+    monkeypatch.setattr(FakeEngine, "device", device)
+    report = last_line(ddtree("bench", "--limit", "1", "--modes", "ar,tree"))
+    assert (report["tree_budget"], report["tree_top_k"], report["tree_spine"]) == (*settled, 0)
+    assert "speculation" not in report, "the engine's own mode is not the report's"
+    report = last_line(ddtree("bench", "--limit", "1", "--modes", "ar", "--tree-budget", "5"))
+    assert (report["tree_budget"], report["tree_top_k"]) == (5, settled[1]), "a number that was given stays"
 
 
 def test_ar_alone_needs_no_drafter(ddtree: Command, engines: list[FakeEngine]) -> None:

@@ -20,6 +20,7 @@ def test_prints_the_text_and_nothing_else(ddtree: Command, engines: list[FakeEng
     assert engines[0].text.decode(prompt) == "<user>Hi"
     assert (params.max_tokens, params.temperature, params.seed) == (256, 0.0, None)
     assert speculation == engines[0].config.speculation
+    assert engines[0].config.max_running_requests == 1, "memory is planned for one answer"
     assert observer is None, "nothing is timed unless asked for"
 
 

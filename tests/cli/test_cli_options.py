@@ -192,6 +192,8 @@ def test_keys_from_the_environment(ddtree: Command, engines: list[FakeEngine], m
         (["--max-running-requests", "0"], "--max-running-requests must be"),
         (["--chunked-prefill-size", "0"], "--chunked-prefill-size must be"),
         (["--tree-budget", "9", "--max-tree-budget", "8"], "--max-tree-budget must be"),
+        (["--max-tree-budget", "0"], "--max-tree-budget must be"),
+        (["--tree-budget", "0"], "--tree-budget must be from 1"),
         (["--seed", str(2**64)], "--seed must be"),
     ],
     ids=str,
@@ -201,6 +203,25 @@ def test_serve_refuses_before_it_loads(ddtree: Command, engines: list[FakeEngine
     assert ran.code == 1
     assert ran.err.startswith(f"error: {words}"), ran.err
     assert not engines
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench"])
+def test_trees_that_nobody_chose_follow_the_device(observe: Any, command: str) -> None:
+    def settled(*args: str) -> tuple[int, int]:
+        (config,) = observe(command, *BASE[command], *args)[0]
+        speculation = config.speculation.settled("cuda")
+        return speculation.tree_budget, speculation.tree_top_k
+
+    assert settled() == (31, 16)
+    assert settled("--tree-budget", "5") == (5, 16)
+    assert settled("--tree-top-k", "8") == (31, 8)
+
+
+@pytest.mark.parametrize("command", ["generate", "serve", "bench"])
+def test_help_tells_the_defaults_of_trees(ddtree: Command, command: str) -> None:
+    shown = " ".join(ddtree(command, "--help").out.split())
+    assert "default: 5 on a CPU, 31 on a GPU" in shown
+    assert "default: 8 on a CPU, 16 on a GPU" in shown
 
 
 def test_port_in_use(ddtree: Command, engines: list[FakeEngine]) -> None:
@@ -283,3 +304,10 @@ def test_a_served_engine_is_loaded_by_a_thread_that_is_gone(observe: Any, engine
     """See `threads.in_passing_thread`: what loads leaves OpenMP threads behind as long as it lives."""
     observe("serve")
     assert not engines[0].loaded_by.is_alive()
+    assert engines[0].warmed_by is engines[0].loaded_by, "before the server says that it is ready"
+
+
+@pytest.mark.parametrize("command", ["generate", "bench"])
+def test_only_a_server_warms_up(observe: Any, engines: list[FakeEngine], command: str) -> None:
+    observe(command, *BASE[command])
+    assert engines[0].warmed_by is None

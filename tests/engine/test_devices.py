@@ -9,6 +9,7 @@ from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine
 from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.engine.runner import DeviceRunner
 from ddtree.errors import InvalidOption
 from ddtree.target import LlamaTarget
 from dflash_reference import BASE, change, random_tensors, save_checkpoint
@@ -67,6 +68,18 @@ def test_half_precision_runs_in_every_mode(folders, device, dtype) -> None:
     for mode in MODES:
         generation = load(folders, device, dtype, mode).generate(PROMPTS, PARAMS)
         assert [len(g.token_ids) for g in generation] == [24, 30, 12]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="graphs need a GPU")
+@pytest.mark.parametrize("mode", MODES)
+def test_after_the_warm_up_no_request_waits_for_a_capture(folders, mode, monkeypatch) -> None:
+    expected = load(folders, "cpu", torch.float32, mode).generate(PROMPTS, PARAMS)
+    engine = load(folders, "cuda", torch.float32, mode)
+    engine.warm_up()
+    monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: pytest.fail("a round was captured"))
+    found = engine.generate(PROMPTS, PARAMS)
+    assert [g.token_ids for g in found] == [g.token_ids for g in expected]
+    assert engine.scheduler._runner._made, "rounds ran on the device"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cuda:99999", "cpu:x", "cpu:7", ""])

@@ -228,6 +228,22 @@ def test_a_schema_that_is_too_complex_at_its_beginning_is_refused_before_prefill
     assert "left-recursive" not in str(caught.value)
 
 
+def test_a_request_makes_one_matcher_to_be_checked_and_one_to_be_followed(small, monkeypatch):
+    made, matcher = [], GrammarCompiler.matcher
+    monkeypatch.setattr(GrammarCompiler, "matcher", lambda *args: made.append(matcher(*args)) or made[-1])
+    params = SamplingParams(max_tokens=4, grammar=by_pattern("[a-z]{4}"))
+    small.check([7], params)  # as a server does, in another thread
+    assert len(made) == 1
+    request = small.scheduler.add([7], params, small.speculation)
+    assert len(made) == 2
+    assert request.lane.sampler._matcher is made[-1]
+    small.scheduler.abort(request)
+    small.generate([[7]], [params])
+    assert len(made) == 4
+    with pytest.raises(InvalidOption, match="the grammar cannot be used"):  # also of one that nobody checked
+        small.scheduler.add([7], SamplingParams(grammar=Grammar("regex", "(")), small.speculation)
+
+
 @pytest.mark.parametrize(
     ("schema", "reason"),
     [

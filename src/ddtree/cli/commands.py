@@ -10,7 +10,7 @@ import typer
 
 from ddtree.cli import options as opt
 from ddtree.cli.load import load_engine
-from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.config import DEFAULT_MAX_BUDGET, MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.errors import InvalidOption
 
 if TYPE_CHECKING:
@@ -27,8 +27,8 @@ def generate(
     model: opt.Model = opt.ENGINE.model,
     drafter: opt.Drafter = opt.ENGINE.drafter,
     mode: opt.Mode = opt.SPECULATION.mode,
-    tree_budget: opt.TreeBudget = opt.SPECULATION.tree_budget,
-    tree_top_k: opt.TreeTopK = opt.SPECULATION.tree_top_k,
+    tree_budget: opt.TreeBudget = None,
+    tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
@@ -46,9 +46,11 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Answer one prompt, and print the text as it comes."""
-    speculation = Speculation(mode, tree_budget, tree_top_k, tree_spine)
+    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
     graphs = opt.switched_on("cuda_graphs", cuda_graphs)
-    config = EngineConfig(model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs)
+    config = EngineConfig(
+        model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs, max_running_requests=1
+    )
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt, raw)
     engine = load_engine(config)
@@ -88,8 +90,8 @@ def bench(
     model: opt.Model = opt.ENGINE.model,
     drafter: opt.Drafter = opt.ENGINE.drafter,
     modes: Annotated[str, typer.Option("--modes", help="Modes to measure, separated by commas.")] = ",".join(MODES),
-    tree_budget: opt.TreeBudget = opt.SPECULATION.tree_budget,
-    tree_top_k: opt.TreeTopK = opt.SPECULATION.tree_top_k,
+    tree_budget: opt.TreeBudget = None,
+    tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
     budgets: Annotated[
         str | None,
@@ -112,15 +114,19 @@ def bench(
     """
     from ddtree.bench.suite import make_plan
 
-    base = Speculation(tree_budget=tree_budget, tree_top_k=tree_top_k, tree_spine=tree_spine)
+    base = opt.speculation(opt.SPECULATION.mode, tree_budget, tree_top_k, tree_spine)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     plan = make_plan(modes, budgets, base, sampling, limit, repeat)
     # The engine is loaded for a mode that drafts, if any does: so a missing drafter is told before the run, not in it.
     first = next((variant for variant in plan.variants.values() if variant.mode != "ar"), Speculation("ar"))
-    # Without reuse: every variant answers the same prompts, and the first would pay the prefill of all.
-    graphs = opt.switched_on("cuda_graphs", cuda_graphs)
+    # Answers come one after another. Without reuse: all variants answer the same prompts, and the first would pay the
+    # prefill of all.
     config = EngineConfig(
-        model, drafter, first, device, dtype, max_model_len, cuda_graphs=graphs, prefix_caching=False
+        model, drafter, first, device, dtype, max_model_len,
+        max_running_requests=1,
+        max_tree_budget=max(DEFAULT_MAX_BUDGET, *(variant.tree_budget for variant in plan.variants.values())),
+        prefix_caching=False,
+        cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
     )  # fmt: skip
     _check_writable(output)
     from tqdm import tqdm
@@ -134,7 +140,9 @@ def bench(
     with tqdm(total=steps(plan), desc="bench", unit="run", file=sys.stderr, mininterval=seldom) as progress:
         samples = run(engine, plan, progress.update)
         stages = measure_stages(engine, plan, progress.update)
-    report = make_report(samples, stages, plan, base, engine.info())
+    info = engine.info()
+    del info["speculation"]  # of the engine's own mode: the report names the settings of all
+    report = make_report(samples, stages, plan, engine.settled(base), info)
     typer.echo(format_report(report))
     typer.echo(json.dumps(report))
     if output is not None:

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from ddtree.config import DTYPES, MAX_TREE_BUDGET, MODES, EngineConfig, SamplingParams, Speculation
+from ddtree.config import DTYPES, MAX_TREE_BUDGET, MODES, TREES, EngineConfig, SamplingParams, Speculation
 from ddtree.errors import InvalidOption
 
 SPECULATION = Speculation()
@@ -21,14 +21,22 @@ Drafter = Annotated[
     ),
 ]
 Mode = Annotated[str, typer.Option("--mode", help=f"How to decode: {', '.join(MODES)}.")]
+(CPU_BUDGET, CPU_TOP_K), (GPU_BUDGET, GPU_TOP_K) = TREES["cpu"], TREES["cuda"]
 TreeBudget = Annotated[
-    int,
+    int | None,
     typer.Option(
         "--tree-budget",
-        help=f"Nodes of a tree, without its root: 1 to {MAX_TREE_BUDGET}; a few on a CPU; 15, 31 or 63 on a GPU.",
+        help=f"Nodes of a tree, without its root: 1 to {MAX_TREE_BUDGET};"
+        f" default: {CPU_BUDGET} on a CPU, {GPU_BUDGET} on a GPU.",
     ),
 ]
-TreeTopK = Annotated[int, typer.Option("--tree-top-k", help="Candidate tokens for each depth of a tree.")]
+TreeTopK = Annotated[
+    int | None,
+    typer.Option(
+        "--tree-top-k",
+        help=f"Candidate tokens for each depth of a tree; default: {CPU_TOP_K} on a CPU, {GPU_TOP_K} on a GPU.",
+    ),
+]
 TreeSpine = Annotated[
     int,
     typer.Option("--tree-spine", help="Tokens of the drafter's best chain that a tree must hold; 0: none is forced."),
@@ -70,6 +78,14 @@ CudaGraphs = Annotated[
 ]
 MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens to generate at most.")]
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token every time.")]
+
+
+def speculation(mode: str, tree_budget: int | None, tree_top_k: int | None, tree_spine: int) -> Speculation:
+    """What these options ask for; None is left to the device. Raises InvalidOption for a value out of range."""
+    chosen = {"tree_budget": tree_budget, "tree_top_k": tree_top_k}
+    return Speculation(
+        mode, tree_spine=tree_spine, **{name: value for name, value in chosen.items() if value is not None}
+    )
 
 
 def switched_on(name: str, value: str) -> bool:

@@ -7,7 +7,7 @@ import typer
 from ddtree.cli import options as opt
 from ddtree.cli.interrupts import interrupts_end_at_once
 from ddtree.cli.load import load_engine
-from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.config import EngineConfig, SamplingParams
 from ddtree.threads import in_passing_thread
 
 SEED = "Seed of every request that sends none; default: a fresh one for each."
@@ -31,8 +31,8 @@ def serve(
     model: opt.Model = opt.ENGINE.model,
     drafter: opt.Drafter = opt.ENGINE.drafter,
     mode: opt.Mode = opt.SPECULATION.mode,
-    tree_budget: opt.TreeBudget = opt.SPECULATION.tree_budget,
-    tree_top_k: opt.TreeTopK = opt.SPECULATION.tree_top_k,
+    tree_budget: opt.TreeBudget = None,
+    tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
     max_tree_budget: opt.MaxTreeBudget = opt.ENGINE.max_tree_budget,
     device: opt.Device = opt.ENGINE.device,
@@ -69,7 +69,7 @@ def serve(
     ] = "info",
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API has it."""
-    speculation = Speculation(mode, tree_budget, tree_top_k, tree_spine)
+    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
     config = EngineConfig(
         model, drafter, speculation, device, dtype, max_model_len,
         max_running_requests=max_running_requests,
@@ -100,5 +100,5 @@ def serve(
     )
     check_port(host, port)
     with interrupts_end_at_once():  # a model that was being prepared leaves a hidden folder; the next start removes it
-        engine = in_passing_thread(lambda: load_engine(config))
+        engine = in_passing_thread(lambda: load_engine(config, warm=True))
     serve_http(engine, host, port, options)

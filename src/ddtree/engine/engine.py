@@ -2,7 +2,7 @@
 
 import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cached_property
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ddtree import __version__, models
-from ddtree.config import EngineConfig, SamplingParams, Speculation
+from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import DFlashDrafter, Drafter
 from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
 from ddtree.engine.request import Request, draw_seed
@@ -26,10 +27,11 @@ from ddtree.engine.text import Text
 from ddtree.errors import ContextLengthExceeded, InvalidOption
 from ddtree.kernels.backend import usable
 from ddtree.layers import packs
+from ddtree.plan import Load, fit
 from ddtree.target import LlamaTarget, Target
 
 if TYPE_CHECKING:
-    from ddtree.engine.grammar import GrammarCompiler
+    from ddtree.engine.grammar import GrammarCompiler, GrammarMatcher
 
 CPU_PREFILL_CHUNK = 128  # about two rounds of eight sequences: what a prompt may hold running answers up by
 GPU_PREFILL_CHUNK = 1024
@@ -50,11 +52,12 @@ class Engine:
         """names: what info() calls the target and the drafter; those of config when None. store: another engine's
         caches, shared with it.
 
-        Raises InvalidOption where the mode needs a drafter and there is none, or the context is too long or too large.
+        Raises InvalidOption where the mode needs a drafter and there is none, the context is longer than the model's,
+        or the planned memory does not fit.
         """
         self.target, self.drafter, self.text, self.config = target, drafter, text, config
         self.names = names or (config.model, config.drafter if drafter else None)
-        self.speculation = config.speculation
+        self.speculation = self.settled(config.speculation)
         self.max_model_len = config.max_model_len or target.spec.max_position
         if self.max_model_len > target.spec.max_position:
             raise InvalidOption(
@@ -64,8 +67,8 @@ class Engine:
         self._check_speculation(self.speculation)
         if drafter:
             target.tap(drafter.config.target_layer_ids)
-        self._store = store or self._make_store()
         chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
+        self._store = store or self._make_store(chunk)
         runner = self._make_runner()
         self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching, runner)
 
@@ -84,6 +87,25 @@ class Engine:
             drafter = DFlashDrafter.load(drafter_folder, target.embed, target.head, sizes, dtype, device)
         names = (config.model, drafter_folder.name if drafter_folder else None)
         return cls(target, drafter, Text(folder), config, names)
+
+    def warm_up(self) -> None:
+        """Compile kernels, and capture the rounds of the engine's own speculation for batches of every size.
+
+        Before the first request: then none waits for that. Other rounds are captured when they are first needed. There
+        is nothing to do on a CPU. Raises InvalidOption where the memory does not suffice.
+        """
+        spec = self.target.spec
+        if spec.device.type != "cuda":
+            return
+        sampler = RowSampler(SamplingParams(), 0, (), spec.vocab_size, spec.device)
+        try:
+            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter))
+        except torch.OutOfMemoryError as error:
+            raise InvalidOption(
+                f"the memory of {spec.device} does not suffice for the first rounds ({error}): lower"
+                " max_running_requests, max_model_len or max_tree_budget",
+                param="max_running_requests",
+            ) from error
 
     def without_drafter(self) -> "Engine":
         """The same target decoding plainly, as it does where no drafter was loaded: the baseline of a comparison.
@@ -107,7 +129,9 @@ class Engine:
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
+            "speculation": asdict(self.speculation),
             "prefix_caching": self.config.prefix_caching,
+            "memory": self._store.plan.facts() if self._store.plan else None,
             "versions": {
                 "ddtree": __version__,
                 "torch": torch.__version__,
@@ -115,6 +139,10 @@ class Engine:
                 "python": platform.python_version(),
             },
         }
+
+    def settled(self, speculation: Speculation) -> Speculation:
+        """With the numbers that rounds take: what was not chosen follows the device. See Speculation.settled."""
+        return speculation.settled(self.target.spec.device.type, self.config.largest_budget)
 
     def generate(
         self,
@@ -153,12 +181,14 @@ class Engine:
         return self._stream(prompt, params, speculation, observer)
 
     def check(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation | None = None) -> None:
-        """Raises the DDTreeError that a request would meet. Safe to call from another thread."""
-        self._check_speculation(speculation or self.speculation)
+        """Raises the DDTreeError that a request would meet. Safe to call from another thread.
+
+        It makes the matcher of the request's grammar, so the request itself finds the grammar compiled.
+        """
+        self._check_speculation(self.settled(speculation or self.speculation))
         self.remaining(prompt, params)
         check_token_ids(params, self.target.spec.vocab_size)
-        if params.grammar is not None:
-            self._grammars.matcher(params.grammar)
+        self._matcher(params)
 
     def remaining(self, prompt: Sequence[int], params: SamplingParams) -> int:
         """Tokens a request may generate. Raises for an empty prompt, and for one that does not fit the context."""
@@ -189,6 +219,10 @@ class Engine:
 
         return GrammarCompiler(self.text, self.target.spec.vocab_size, self.target.spec.end_ids)
 
+    def _matcher(self, params: SamplingParams) -> "GrammarMatcher | None":
+        """At the beginning of an answer. Raises InvalidOption for a grammar that cannot be used."""
+        return None if params.grammar is None else self._grammars.matcher(params.grammar)
+
     def _rounds(self) -> str:
         """Who runs them: the host, the device by its kernels, or the device as CUDA graphs."""
         if not usable(self.target.spec.device):
@@ -201,28 +235,33 @@ class Engine:
             return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
         return HostRunner(self.target, self.drafter, self._store)
 
-    def _make_store(self) -> SlotStore:
-        """Caches for every slot, with room for the rows of the largest round behind the longest context."""
-        depths, block = (self.drafter.config.depths, self.drafter.config.block_size) if self.drafter else (0, 0)
-        scratch = max(1 + depths + self.config.largest_budget, block)
-        return SlotStore(self.target, self.drafter, self.config.max_running_requests, self.max_model_len + scratch)
+    def _make_store(self, chunk: int) -> SlotStore:
+        """Caches for every slot, if they and everything else fit the device's memory."""
+        config = self.config
+        captured = self.speculation if self._rounds() == "graphs" else None
+        planner = Planner(self.target, self.drafter, chunk, captured)
+        load = Load(config.max_running_requests, self.max_model_len, config.largest_budget)
+        least = 1 if isinstance(config.speculation.tree_budget, Unset) else config.speculation.tree_budget
+        plan = fit(planner, load, device_memory(self.target.spec.device), least)
+        return SlotStore(self.target, self.drafter, load.requests, planner.length(load), plan)
 
     def _request(self, prompt: Sequence[int], params: SamplingParams, speculation: Speculation) -> Request:
-        """Check a request, and turn it into what the scheduler runs."""
-        self.check(prompt, params, speculation)
-        spec, prompt = self.target.spec, list(prompt)
+        """Turn a request into what the scheduler runs. Raises as `check`, which may have been called or not."""
+        speculation = self.settled(speculation)
+        self._check_speculation(speculation)
+        spec, prompt, remaining = self.target.spec, list(prompt), self.remaining(prompt, params)
         stops = frozenset(params.stop_token_ids)
         ends = stops | (frozenset() if params.ignore_eos else frozenset(spec.end_ids))
-        matcher = self._grammars.matcher(params.grammar) if params.grammar is not None else None
         sampler = RowSampler(
-            params, draw_seed(params), prompt, spec.vocab_size, spec.device, matcher=matcher, end_ids=spec.end_ids
-        )
+            params, draw_seed(params), prompt, spec.vocab_size, spec.device,
+            matcher=self._matcher(params), end_ids=spec.end_ids,
+        )  # fmt: skip
         return Request(
             prompt=prompt,
             params=params,
             lane=Lane(speculation, sampler, self.drafter),
             output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
-            remaining=self.remaining(prompt, params),
+            remaining=remaining,
         )
 
     def _stream(

@@ -1,24 +1,27 @@
 """Runs rounds of a batch: at once on a CPU; as a captured graph, one round ahead of the host, on a GPU."""
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
-from ddtree.engine.observer import Observer, Unobserved
+from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import DeviceOps, HostOps
 from ddtree.engine.request import Request
 from ddtree.engine.round import Batch, Lane, Verdict, run_round
+from ddtree.engine.shapes import Shape, prepared_shapes
 from ddtree.engine.slots import SlotStore
-from ddtree.kernels.build import MOST_RANKS, MOST_ROWS
 from ddtree.layers import KVCache
 from ddtree.target import Target
 from ddtree.tree import RoundState
 
+log = logging.getLogger("ddtree.engine")
+
 NO_TOKEN = -2  # fills the lists of end ids
-_ENDS = 8  # end ids of a captured batch; more make a batch of its own
 
 
 @dataclass
@@ -68,6 +71,9 @@ class HostRunner:
         """Whether a round may be launched before the one before it was read."""
         return False
 
+    def prepare(self, lane: Lane, most: int) -> None:
+        """Nothing: a host's rounds take nothing that could be made before."""
+
     def follow(self, batch: Batch, positions: Sequence[int]) -> None:
         """Nothing: a host looks at the positions in every round."""
 
@@ -94,22 +100,11 @@ def fill(batch: Batch, requests: Sequence[Request]) -> None:
     batch.ends.copy_(torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
 
 
-@dataclass(frozen=True)
-class Shape:
-    """What a captured round is made for."""
-
-    batch: int
-    width: int  # rows
-    depth: int
-    ranks: int
-    shadows: bool
-    ends: int
-
-
 @dataclass
 class Captured:
-    """The static batch of a shape, and its graphs."""
+    """The static batch of a shape, and its graph."""
 
+    shape: Shape
     batch: Batch
     ops: DeviceOps
     graph: "torch.cuda.CUDAGraph | None" = None
@@ -127,26 +122,33 @@ class DeviceRunner:
         self._host = HostRunner(target, drafter, store)
         self._made: dict[Shape, Captured] = {}
         self._current: Captured | None = None
+        # Of what a round takes beside its results; graphs share it, since they are replayed one after another.
+        self._pool: Any = None
 
     def make(self, requests: Sequence[Request], observer: Observer) -> Batch:
         """The static batch of the sequences' shape, told of them; a host's batch for trees beyond the kernels."""
         lanes = [request.lane for request in requests]
-        shape = Shape(
-            batch=bucket(len(requests)),
-            width=max(lane.rows for lane in lanes),
-            depth=max(lane.depth for lane in lanes),
-            ranks=max(lane.ranks for lane in lanes),
-            shadows=any(lane.mode.shadows for lane in lanes),
-            ends=max(_ENDS, *(len(request.ends) for request in requests)),
-        )
-        if shape.width > MOST_ROWS or shape.ranks > MOST_RANKS:
+        shape = Shape.of(lanes, len(lanes), max(len(request.ends) for request in requests))
+        if not shape.fits:
             self._current = None
             return self._host.make(requests, observer)
-        if shape not in self._made:
-            self._made[shape] = self._allocate(shape)
-        captured = self._current = self._made[shape]
+        captured = self._current = self._static_batch(shape)
         self._tell(captured, requests, observer)
         return captured.batch
+
+    def prepare(self, lane: Lane, most: int) -> None:
+        """Before anybody waits: capture the rounds of up to `most` sequences such as this one, by `prepared_shapes`.
+
+        Without graphs the kernels are compiled. The rounds run on the spare slot, for sequences that are done.
+        """
+        for shape in prepared_shapes(lane, most):
+            captured = self._static_batch(shape)
+            self._tell(captured, [], Unobserved())
+            captured.batch.lanes = [lane]
+            if self._graphs:
+                self._capture(captured)
+            else:
+                _warm_up(captured.batch)
 
     def runs_ahead(self, batch: Batch) -> bool:
         """Whether a round may be launched before the one before it was read: where the host has no part in it."""
@@ -157,8 +159,9 @@ class DeviceRunner:
         captured = self._current
         if captured is None:
             return self._host.launch(batch)
-        if self._graphs and self._alone(batch) and isinstance(batch.observer, Unobserved):
+        if self._replays(batch):
             if captured.graph is None:
+                log.debug("a round is captured while its requests wait: %s", captured.shape)
                 self._capture(captured)
             assert captured.graph is not None
             assert captured.verdict is not None
@@ -177,9 +180,18 @@ class DeviceRunner:
                 captured.ops.write_plan(batch.lanes, positions)
                 captured.drafting = drafting
 
+    def _replays(self, batch: Batch) -> bool:
+        """Whether a round is one graph. It has no stages: who wants to time them gets single launches."""
+        return self._graphs and self._alone(batch) and not isinstance(batch.observer, StageTimer)
+
     def _alone(self, batch: Batch) -> bool:
         """Whether the device can choose every token by itself."""
         return all(lane.sampler.temperature is not None for lane in batch.lanes)
+
+    def _static_batch(self, shape: Shape) -> Captured:
+        if shape not in self._made:
+            self._made[shape] = self._allocate(shape)
+        return self._made[shape]
 
     def _allocate(self, shape: Shape) -> Captured:
         device, store = self._target.spec.device, self._store
@@ -197,7 +209,7 @@ class DeviceRunner:
             ops=ops,
         )
         batch.state.lay_roots()
-        return Captured(batch, ops)
+        return Captured(shape, batch, ops)
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
         batch, ops = captured.batch, captured.ops
@@ -220,23 +232,17 @@ class DeviceRunner:
         captured.drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
 
     def _capture(self, captured: Captured) -> None:
-        """Record a round. Warm-up rounds compile kernels and allocate; everything they move is put back."""
-        batch = captured.batch
-        saved = _snapshot(batch.state)
-        done = batch.state.done.clone()
+        """Record a round, after some that compile kernels and allocate what stays."""
+        batch = replace(captured.batch, observer=Unobserved())  # nobody takes a recording's stages for a round's
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            batch.state.done.fill_(True)  # finished sequences commit nothing
-            for _ in range(2):
-                run_round(batch)
-            batch.state.done.copy_(done)
-            _restore(batch.state, saved)
+            _warm_up(batch)
         torch.cuda.current_stream().wait_stream(stream)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with torch.cuda.graph(graph, pool=self._pool):
             captured.verdict = run_round(batch)
-        _restore(batch.state, saved)
         captured.graph = graph
 
     def _pending(self, captured: Captured, verdict: Verdict) -> Pending:
@@ -252,20 +258,18 @@ class DeviceRunner:
         return Pending(verdict.logits, captured.batch.state.path, report, ready)
 
 
-def bucket(size: int) -> int:
-    """Batches are padded to powers of two."""
-    return 1 << (size - 1).bit_length()
-
-
 def _static(cache: KVCache, slots: list[int]) -> KVCache:
     """A view whose slots lie in a tensor of its own, which stays where it is."""
     return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))
 
 
-def _snapshot(state: RoundState) -> list[Tensor]:
-    return [state.tokens.clone(), state.position.clone(), state.remaining.clone(), state.done.clone()]
-
-
-def _restore(state: RoundState, saved: list[Tensor]) -> None:
-    for tensor, value in zip((state.tokens, state.position, state.remaining, state.done), saved, strict=True):
+def _warm_up(batch: Batch) -> None:
+    """Two rounds of finished sequences, which commit nothing; everything that they move is put back."""
+    state = batch.state
+    moved = (state.tokens, state.position, state.remaining, state.done)
+    saved = [tensor.clone() for tensor in moved]
+    state.done.fill_(True)
+    for _ in range(2):
+        run_round(batch)
+    for tensor, value in zip(moved, saved, strict=True):
         tensor.copy_(value)

@@ -14,7 +14,7 @@ from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.observer import Observer, RoundRecord, Unobserved
 from ddtree.engine.request import Request
 from ddtree.engine.result import Chunk
-from ddtree.engine.round import Batch, Outcome, read_report
+from ddtree.engine.round import Batch, Lane, Outcome, read_report
 from ddtree.engine.rows import HostRows
 from ddtree.engine.runner import DeviceRunner, HostRunner, Pending
 from ddtree.engine.sampling import greedy
@@ -22,6 +22,7 @@ from ddtree.engine.slots import SlotStore
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption
 from ddtree.target import Target
 
+WARM_UP_ROWS = (1, 2, 16)  # a kernel is compiled for a number of rows that is 1, one that 16 divides, and any other
 NO_ANSWER = -1  # what a row chooses where nothing can follow it
 News = list[tuple[Request, Chunk]]
 
@@ -114,6 +115,18 @@ class Scheduler:
         self._store.forget()
 
     @torch.inference_mode()
+    def warm_up(self, lane: Lane) -> None:
+        """Compute small prompts and the longest chunk, and let the runner prepare rounds of sequences such as this one.
+
+        Before the first request: so none waits for a kernel to be compiled. It is done on the spare slot, and leaves
+        nothing behind.
+        """
+        for size in sorted({*WARM_UP_ROWS, self._chunk}):
+            if size <= self._store.length:
+                self._forward(self._store.spare, [0] * size, 0)
+        self._runner.prepare(lane, self._store.count)
+
+    @torch.inference_mode()
     def step(self) -> News:
         """Some prefill, then one round; what came of it, at most one chunk a request.
 
@@ -164,16 +177,20 @@ class Scheduler:
     def _prefill_chunk(self, request: Request) -> Tensor | None:
         """Compute up to the next multiple of the chunk; the last row's logits [1, V] at the prompt's end, else None."""
         assert request.slot is not None
-        start, slots = request.position, [request.slot.index]
+        start = request.position
         end = min((start // self._chunk + 1) * self._chunk, len(request.prompt))
-        device = self._target.spec.device
-        ids = torch.tensor([request.prompt[start:end]], device=device)
-        position = torch.tensor([start], device=device)
+        logits = self._forward(request.slot.index, request.prompt[start:end], start)
+        self._advance(request, end)
+        return logits if end == len(request.prompt) else None
+
+    def _forward(self, slot: int, tokens: Sequence[int], start: int) -> Tensor:
+        """Part of a prompt, from position `start`, into both caches. Returns: the last row's logits [1, V]."""
+        device, slots = self._target.spec.device, [slot]
+        ids, position = torch.tensor([list(tokens)], device=device), torch.tensor([start], device=device)
         features, logits = self._target.prefill(self._store.cache.view(slots), ids, position)
         if self._drafter is not None and self._store.drafter_cache is not None:
             self._drafter.append(self._store.drafter_cache.view(slots), features, position)
-        self._advance(request, end)
-        return logits if end == len(request.prompt) else None
+        return logits
 
     def _first_token(self, request: Request, logits: Tensor) -> Chunk:
         """The prompt is done: its last token, one before the root's position, chooses the root."""

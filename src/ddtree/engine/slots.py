@@ -8,6 +8,7 @@ import torch
 from ddtree.drafter import Drafter
 from ddtree.errors import InvalidOption
 from ddtree.layers import KVCache
+from ddtree.plan import MemoryPlan
 from ddtree.target import Target
 
 
@@ -35,6 +36,7 @@ class SlotStore:
     drafter: Drafter | None
     count: int
     length: int  # positions per slot, scratch included
+    plan: MemoryPlan | None = None  # what their engine was found to need
     slots: list[Slot] = field(init=False)
     cache: KVCache = field(init=False)
     drafter_cache: KVCache | None = field(init=False)
