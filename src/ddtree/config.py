@@ -6,6 +6,8 @@ from ddtree.errors import InvalidOption
 
 MODES = ("ar", "linear", "shadow-linear", "tree")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DRAFT_DTYPES = ("auto", "int8")
+NUMERICS = ("auto", "invariant", "fast")
 EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024
@@ -199,10 +201,15 @@ class EngineConfig:
     prefill_chunk: int | None = None  # rows of one prefill forward; None: 128 on a CPU, 1024 on a GPU
     cuda_graphs: bool = True  # on a GPU, rounds as CUDA graphs; off: the same kernels, launched one by one
     prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
+    draft_dtype: str = "auto"  # of the weights that drafts are made with; auto: the target's; int8: a GPU only
+    numerics: str = (
+        "auto"  # of rounds in half precision on a GPU, see LlamaTarget.load; auto: invariant where it can be
+    )
 
     def __post_init__(self) -> None:
-        if self.dtype not in DTYPES:
-            raise InvalidOption(f"dtype {self.dtype!r} is unknown: choose one of {', '.join(DTYPES)}", param="dtype")
+        for name, known in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("numerics", NUMERICS)):
+            if (value := getattr(self, name)) not in known:
+                raise InvalidOption(f"{name} {value!r} is unknown: choose one of {', '.join(known)}", param=name)
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
         _check_int("max_running_requests", self.max_running_requests, 1, MAX_RUNNING_REQUESTS)

@@ -33,17 +33,42 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
     model = random_llama(vocab_size=61, hidden_size=32, num_hidden_layers=6, max_position_embeddings=512)
     model.save_pretrained(target)
-    raw = change(BASE, {"layer_types": ["full_attention", "sliding_attention", "full_attention"], "sliding_window": 40})
+    raw = change(
+        BASE,
+        {
+            "intermediate_size": 48,
+            "layer_types": ["full_attention", "sliding_attention", "full_attention"],
+            "sliding_window": 40,
+        },
+    )
     return target, save_checkpoint(drafter, raw, random_tensors(raw))
 
 
-def load(folders: tuple[Path, Path], device: str, dtype: torch.dtype, mode: str) -> Engine:
+def load(folders: tuple[Path, Path], device: str, dtype: torch.dtype, mode: str, rounded: bool = False) -> Engine:
     where = torch.device(device)
     target = LlamaTarget.load(folders[0], dtype, where)
     sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-    drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, dtype, where)
+    head = target.rounded_head() if rounded else target.head
+    drafter = DFlashDrafter.load(folders[1], target.embed, head, sizes, dtype, where, rounded)
     config = EngineConfig(speculation=Speculation(mode=mode, **OPTIONS))
     return Engine(target, drafter, CharText([]), config)  # type: ignore[arg-type]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="numerics that do not depend on a row's company need a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("rounded", [False, True])
+def test_half_precision_on_a_gpu_gives_the_same_tokens_everywhere(folders, dtype, rounded) -> None:
+    """Alone, in a batch, in every mode, whatever makes the drafts."""
+    expected = None
+    for mode in MODES:
+        engine = load(folders, "cuda", dtype, mode, rounded)
+        alone = [engine.generate([p], [s])[0] for p, s in zip(PROMPTS, PARAMS, strict=True)]
+        batch = engine.generate(PROMPTS, PARAMS)
+        expected = expected or [g.token_ids for g in alone]
+        assert [g.token_ids for g in alone] == expected, mode
+        assert [g.token_ids for g in batch] == expected, mode
+        if mode == "tree":
+            assert max(g.acceptance_length for g in alone) > 1.2
 
 
 def test_every_mode_and_device_gives_the_same_tokens(folders) -> None:

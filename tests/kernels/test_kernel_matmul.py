@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from ddtree.errors import InvalidOption
 from ddtree.kernels import add_norm, backend, matmul, swiglu
 from ddtree.kernels.matmul import ProductTiles, Rounded, gated, interleave_gate_up, product, product_parts
 from ddtree.layers import GatedLinear, Linear, RMSNorm
@@ -156,7 +157,7 @@ def test_layers_in_8_bits(device, monkeypatch):
         linear.add_norm(stream, x, norm, torch.float16, None, few=True)
     torch.testing.assert_close(streams[1], streams[0], atol=0.05, rtol=0.05)
     monkeypatch.setattr(backend, "KINDS", set())
-    with pytest.raises(ValueError, match="8 bits"):
+    with pytest.raises(InvalidOption, match="8 bits"):
         Linear(Rounded.of(weights[0]))
 
 

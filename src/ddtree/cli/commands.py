@@ -34,6 +34,8 @@ def generate(
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
+    draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    numerics: opt.Numerics = opt.ENGINE.numerics,
     max_tokens: opt.MaxTokens = GENERATE_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
     seed: Annotated[int | None, typer.Option("--seed", help=SEED_GENERATE)] = None,
@@ -47,10 +49,13 @@ def generate(
 ) -> None:
     """Answer one prompt, and print the text as it comes."""
     speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
-    graphs = opt.switched_on("cuda_graphs", cuda_graphs)
     config = EngineConfig(
-        model, drafter, speculation, device, dtype, max_model_len, cuda_graphs=graphs, max_running_requests=1
-    )
+        model, drafter, speculation, device, dtype, max_model_len,
+        max_running_requests=1,
+        cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
+        draft_dtype=draft_dtype,
+        numerics=numerics,
+    )  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     text = _read_prompt(prompt, raw)
     engine = load_engine(config)
@@ -101,6 +106,8 @@ def bench(
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
+    draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    numerics: opt.Numerics = opt.ENGINE.numerics,
     limit: Annotated[int | None, typer.Option("--limit", help="Take only the first prompts of the suite.")] = None,
     max_tokens: opt.MaxTokens = BENCH_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
@@ -127,6 +134,8 @@ def bench(
         max_tree_budget=max(DEFAULT_MAX_BUDGET, *(variant.tree_budget for variant in plan.variants.values())),
         prefix_caching=False,
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
+        draft_dtype=draft_dtype,
+        numerics=numerics,
     )  # fmt: skip
     _check_writable(output)
     from tqdm import tqdm

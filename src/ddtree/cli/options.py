@@ -4,7 +4,17 @@ from typing import Annotated
 
 import typer
 
-from ddtree.config import DTYPES, MAX_TREE_BUDGET, MODES, TREES, EngineConfig, SamplingParams, Speculation
+from ddtree.config import (
+    DRAFT_DTYPES,
+    DTYPES,
+    MAX_TREE_BUDGET,
+    MODES,
+    NUMERICS,
+    TREES,
+    EngineConfig,
+    SamplingParams,
+    Speculation,
+)
 from ddtree.errors import InvalidOption
 
 SPECULATION = Speculation()
@@ -45,6 +55,22 @@ Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N
 Dtype = Annotated[
     str,
     typer.Option("--dtype", help=f"{', '.join(DTYPES)}. float32 is token for token; 16 bits may flip a near-tie."),
+]
+DraftDtype = Annotated[
+    str,
+    typer.Option(
+        "--draft-dtype",
+        help=f"{' or '.join(DRAFT_DTYPES)}: weights that drafts are made with; int8 (on a GPU) halves what they read,"
+        " and no answer changes.",
+    ),
+]
+Numerics = Annotated[
+    str,
+    typer.Option(
+        "--numerics",
+        help=f"{', '.join(NUMERICS)}: of rounds in 16 bits on a GPU. invariant, which auto takes there: the same bits"
+        " in every mode and batch; fast: what is fastest for the number of rows.",
+    ),
 ]
 MaxModelLen = Annotated[
     int | None,

@@ -39,6 +39,8 @@ def serve(
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
+    draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    numerics: opt.Numerics = opt.ENGINE.numerics,
     max_running_requests: opt.MaxRunningRequests = opt.ENGINE.max_running_requests,
     chunked_prefill_size: opt.ChunkedPrefillSize = opt.ENGINE.prefill_chunk,
     prefix_caching: opt.PrefixCaching = opt.ENGINE.prefix_caching,
@@ -77,6 +79,8 @@ def serve(
         prefill_chunk=chunked_prefill_size,
         prefix_caching=prefix_caching,
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
+        draft_dtype=draft_dtype,
+        numerics=numerics,
     )  # fmt: skip
     SamplingParams(seed=seed)  # a seed out of range is refused before anything large loads
     with interrupts_end_at_once():

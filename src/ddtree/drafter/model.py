@@ -63,8 +63,8 @@ class DFlashDrafter:
     ) -> None:
         """embed and head are the target's: ids [...] -> [..., H], and [M, H] -> [M, V].
 
-        rounded: keep the matrices in 8 bits. Drafts may differ by it, answers not. Raises ValueError where the
-        device's kernels cannot.
+        rounded: keep the matrices in 8 bits. Drafts may differ by it, answers not. Raises InvalidOption where
+        the device's kernels cannot.
         """
         c = self.config = config
         self._embed, self._head, self._rounded = embed, head, rounded

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddtree import __version__, models
+from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
-from ddtree.drafter import DFlashDrafter, Drafter
-from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.drafter import Drafter
+from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
@@ -28,7 +28,7 @@ from ddtree.errors import ContextLengthExceeded, InvalidOption
 from ddtree.kernels.backend import usable
 from ddtree.layers import packs
 from ddtree.plan import Load, fit
-from ddtree.target import LlamaTarget, Target
+from ddtree.target import Target
 
 if TYPE_CHECKING:
     from ddtree.engine.grammar import GrammarCompiler, GrammarMatcher
@@ -75,18 +75,8 @@ class Engine:
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
         """Resolve the names and load everything. Raises DDTreeError for whatever a user can mend."""
-        device = choose_device(config.device)
-        dtype = choose_dtype(config.dtype, device)
-        folder = models.resolve_model(config.model)
-        drafter_name = "none" if config.speculation.mode == "ar" and config.drafter == "auto" else config.drafter
-        drafter_folder = None if drafter_name == "none" else models.resolve_drafter(drafter_name, config.model)
-        target = LlamaTarget.load(folder, dtype, device)
-        drafter = None
-        if drafter_folder is not None:
-            sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-            drafter = DFlashDrafter.load(drafter_folder, target.embed, target.head, sizes, dtype, device)
-        names = (config.model, drafter_folder.name if drafter_folder else None)
-        return cls(target, drafter, Text(folder), config, names)
+        found = load_pair(config)
+        return cls(found.target, found.drafter, Text(found.folder), config, found.names)
 
     def warm_up(self) -> None:
         """Compile kernels, and capture the rounds of the engine's own speculation for batches of every size.
@@ -126,6 +116,8 @@ class Engine:
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
             "rounds": self._rounds(),
+            "numerics": self._numerics(),
+            "draft_dtype": self._draft_dtype(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -228,6 +220,19 @@ class Engine:
         if not usable(self.target.spec.device):
             return "host"
         return "graphs" if self.config.cuda_graphs and self.target.spec.device.type == "cuda" else "kernels"
+
+    def _numerics(self) -> str:
+        """Whether a row's bits depend on its company: "plain" promises nothing (docs/log.md has what was seen)."""
+        spec = self.target.spec
+        if not (usable(spec.device) and spec.dtype in HALVES):
+            return "plain"
+        return "fast" if self.config.numerics == "fast" else "invariant"
+
+    def _draft_dtype(self) -> str | None:
+        if self.drafter is None:
+            return None
+        dtype = str(self.target.spec.dtype).removeprefix("torch.")
+        return dtype if self.config.draft_dtype == "auto" else self.config.draft_dtype
 
     def _make_runner(self) -> HostRunner | DeviceRunner:
         """Rounds on the device where its kernels can be used, else laid by the host."""

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree import kernels
+from ddtree.errors import InvalidOption
 from ddtree.kernels import Rounded
 from ddtree.kernels.backend import usable
 from ddtree.layers.norm import RMSNorm, add_norm, swiglu
@@ -52,14 +53,18 @@ class Linear:
         """weight: [out, in]; bias: [out] or None. The weight is packed where the machine gains by it (see `packs`).
 
         A Rounded weight, in 8 bits, is for drafts: it goes through ddtree.kernels' products, however many rows there
-        are. Raises ValueError for one where these cannot be used.
+        are. Raises InvalidOption for one where these cannot be used.
         """
         self.rounded = isinstance(weight, Rounded)
         matrix = weight.values if isinstance(weight, Rounded) else weight
         self.out_features, self.in_features = matrix.shape
         self.kernel = usable(matrix.device) and kernels.suits(matrix)
         if self.rounded and not self.kernel:
-            raise ValueError(f"a weight of {tuple(matrix.shape)} in 8 bits has no product on {matrix.device}")
+            raise InvalidOption(
+                f"a drafter's weight {tuple(matrix.shape)} has no product in 8 bits on {matrix.device}: it takes a GPU"
+                " and columns that are a multiple of 16; leave draft_dtype at auto",
+                param="draft_dtype",
+            )
         self.packed = not self.kernel and packs(matrix.device.type, matrix.dtype)
         self.weight: Any = _pack(matrix) if self.packed else weight
         self.bias = bias

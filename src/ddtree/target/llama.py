@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -193,8 +192,8 @@ class LlamaTarget:
         return self.lm_head(hidden, few=True)
 
     def rounded_head(self) -> Callable[[Tensor], Tensor]:
-        """A copy of the head in 8 bits, for drafts. Raises ValueError where the device's kernels cannot use it."""
-        return partial(Linear(Rounded.of(self.lm_head.weight)), few=True)
+        """A copy of the head in 8 bits, for drafts. Raises InvalidOption where the device's kernels cannot use it."""
+        return Linear(Rounded.of(self.lm_head.weight))
 
     def _forward(self, cache: KVCache, ids: Tensor, place: Place, last: bool = False) -> tuple[Tensor, Tensor]:
         """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the last row alone, where asked), and
