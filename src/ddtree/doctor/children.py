@@ -1,0 +1,74 @@
+"""Everything heavy is imported in processes of their own, with a time limit: a crash there is a finding, not ours."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+LONGEST = 4000  # characters of an error that are kept
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a child ended."""
+
+    value: Any  # what it answered; None when it did not get that far
+    error: str | None
+    signal: str | None
+    timed_out: bool
+    seconds: float
+
+
+def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None = None) -> Outcome:
+    """Run `ddtree.doctor.child` with these arguments; it is killed, with all it started, after so many seconds.
+
+    `command` is for tests: another program that speaks the same way.
+    """
+    # -P: a file called torch.py in the current folder is not what the engine would import either
+    program = list(command or (sys.executable, "-P", "-m", "ddtree.doctor.child"))
+    began = time.monotonic()
+    process = subprocess.Popen(
+        [*program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+    try:
+        out, err = process.communicate(timeout=seconds)
+        late = False
+    except subprocess.TimeoutExpired:
+        late = True
+        _end(process)
+        out, err = process.communicate()
+    except BaseException:
+        _end(process)
+        raise
+    took = time.monotonic() - began
+    said = err.decode(errors="replace").strip()
+    if late:
+        return Outcome(None, f"it did not end within {seconds:.0f} s", None, True, took)
+    if process.returncode < 0:
+        return Outcome(None, said[-LONGEST:] or None, _name(-process.returncode), False, took)
+    try:
+        answer = json.loads(out)
+    except ValueError:
+        answer = {"error": said[-LONGEST:] or f"it ended with code {process.returncode} and said nothing"}
+    return Outcome(answer.get("value"), answer.get("error"), None, False, took)
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """Kill the child's own process group, and nothing else."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        process.kill()
+
+
+def _name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

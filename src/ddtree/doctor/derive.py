@@ -1,0 +1,303 @@
+"""Facts to the view that rules read: plain dicts, with what follows from several facts worked out once.
+
+Every value that is not known is None. `Free` marks mappings whose keys are open, such as package names.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+from ddtree.doctor.facts import Checkpoint, Facts, Gpu, Import, Torch
+from ddtree.doctor.rules import Tables
+
+MODULES = {
+    "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
+    "apache-tvm-ffi": "tvm_ffi", "sglang": "sglang.srt.entrypoints.http_server",
+}  # fmt: skip
+PACKAGES_OF = {module: package for package, module in reversed(MODULES.items())} | {"ddtree.engine": "ddtree"}
+NO_MODULE = re.compile(r"No module named '?([\w.]+)")
+NO_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
+BRIEF = 300  # characters of an error in a finding
+
+
+class Free(dict[str, Any]):
+    """A mapping that may be asked for any key."""
+
+
+def view(facts: Facts, tables: Tables) -> dict[str, Any]:
+    """What rules may name. The lists are those that a rule's `each` may go through."""
+    plain = asdict(facts)
+    row = _set_row(facts, tables)
+    imports = _imports(facts)
+    worked = {entry["module"]: entry["ok"] for entry in imports}
+    gpus = _gpus(facts, tables)
+    return {
+        "asked": {key: "auto" if value is None else value for key, value in plain["asked"].items()},
+        "system": plain["system"] | {"environment": Free(facts.system.environment)},
+        "driver": plain["driver"] | {"cuda_major": _major(facts.driver.cuda), "listed": len(facts.driver.bus_ids)},
+        "port": plain["port"] | {"ephemeral": _ephemeral(facts)},
+        "torch": _torch(facts.torch),
+        "packages": Free(facts.packages),
+        "public": Free({name: version.split("+")[0] for name, version in facts.packages.items()}),
+        "kernel": (plain["kernel"] or {"version": None}) | {"cuda": _kernel_cuda(facts, row)},
+        "known": Free(row or {}),
+        "repair": {"kernel": _repair(facts, row)},
+        "worked": Free(worked),
+        "model": _checkpoint(facts.model),
+        "drafter": _checkpoint(facts.drafter),
+        "cards": {
+            "count": len(gpus),
+            "usable": sum(gpu["usable"] for gpu in gpus),
+            "free_mib": sum(gpu["free_mib"] or 0 for gpu in gpus if gpu["usable"]),
+            "memory_mib": sum(gpu["memory_mib"] or 0 for gpu in gpus if gpu["usable"]),
+        },
+        "need": {"weights_mib": weights(facts), "each_mib": _each(facts, gpus)},
+        "gpus": gpus,
+        "imports": imports,
+        "mismatches": _mismatches(facts, row, worked),
+        "requirements": _broken(facts, row),
+        "libraries": _libraries(facts, tables, worked),
+        "spaces": [asdict(space) | {"needed_mib": _needed(space.purpose, facts)} for space in facts.system.spaces],
+    }
+
+
+def weights(facts: Facts) -> int | None:
+    """MiB of both models' weights; None where the target's are not known."""
+    if facts.model is None or facts.model.weights_mib is None or facts.model.state != "here":
+        return None
+    drafter = facts.drafter.weights_mib if facts.drafter else 0
+    return facts.model.weights_mib + (drafter or 0)
+
+
+def covered(sm: int | None, archs: Sequence[str]) -> bool | None:
+    """Whether a build for these architectures runs on a card: machine code of its family, or PTX of an older one."""
+    if sm is None or not archs:
+        return None
+    for arch in archs:
+        found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch)
+        if not found:
+            continue
+        number, exact = int(found[2]), found[3] == "a"
+        same_family = number // 10 == sm // 10 and number <= sm
+        if sm == number or (not exact and (same_family or (found[1] == "compute" and number <= sm and not found[3]))):
+            return True
+    return False
+
+
+def is_older(installed: str, wanted: str) -> bool | None:
+    """Whether a version is below another; None where one of them is no version."""
+    try:
+        return Version(installed).release < Version(wanted).release or Version(installed.split("+")[0]) < Version(
+            wanted
+        )
+    except InvalidVersion:
+        return None
+
+
+def brief(text: str | None, limit: int = BRIEF) -> str | None:
+    """On one line, shortened in the middle."""
+    if text is None:
+        return None
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+
+
+def _gpus(facts: Facts, tables: Tables) -> list[dict[str, Any]]:
+    cards = facts.gpus
+    devices = facts.torch.devices if facts.torch else ()
+    if not cards and facts.driver.smi != "failed":  # a container without nvidia-smi
+        cards = tuple(
+            Gpu(index, None, device.name, None, device.capability, device.memory_mib)
+            for index, device in enumerate(devices)
+        )
+    shown = facts.system.environment.get("CUDA_VISIBLE_DEVICES")
+    visible = [_visible(card, shown) for card in cards]
+    usable = [seen and card.problem is None for card, seen in zip(cards, visible, strict=True)]
+    archs = facts.torch.archs if facts.torch and facts.torch.cuda else ()
+    xids = {xid.bus_id: xid for xid in facts.driver.xids or ()}
+    entries = []
+    for place, card in enumerate(cards):
+        sm = _sm(card.capability)
+        xid = xids.get(card.bus_id or "")
+        rest = [str(other.index) for other, good in zip(cards, usable, strict=True) if good and other is not card]
+        entries.append(
+            asdict(card)
+            | {
+                "sm": sm,
+                "title": f"GPU {card.index if card.index is not None else card.bus_id}"
+                + (f" ({card.name})" if card.name else ""),
+                "visible": visible[place],
+                "usable": usable[place],
+                "first": usable[place] and not any(usable[:place]),
+                "covered": covered(sm, archs),
+                "xid": xid.code if xid else None,
+                "xid_text": f"Xid {xid.code} {xid.text}".strip() if xid else "no Xid in the kernel's log"
+                if facts.driver.xids is not None else "the kernel's log could not be read",
+                "xid_meaning": tables.xids.get(xid.code) if xid else None,
+                "rest": ",".join(rest),
+                "process_list": _listed(card),
+                "process_count": len(card.processes),
+                "unseen_mib": _unseen(card),
+            }
+        )  # fmt: skip
+    return entries
+
+
+def _visible(card: Gpu, shown: str | None) -> bool:
+    if shown is None:
+        return True
+    names = [name.strip() for name in shown.split(",") if name.strip()]
+    return any(
+        name == str(card.index) or bool(card.uuid and len(name) > 4 and card.uuid.startswith(name)) for name in names
+    )
+
+
+def _listed(card: Gpu) -> str | None:
+    listed = (f"{program.name} (pid {program.pid}, {program.memory_mib} MiB)" for program in card.processes)
+    return ", ".join(listed) or None
+
+
+def _unseen(card: Gpu) -> int | None:
+    if card.memory_mib is None or card.free_mib is None:
+        return None
+    return card.memory_mib - card.free_mib - sum(process.memory_mib or 0 for process in card.processes)
+
+
+def _sm(capability: str | None) -> int | None:
+    found = re.fullmatch(r"(\d+)\.(\d)", capability or "")
+    return int(found[1]) * 10 + int(found[2]) if found else None
+
+
+def _torch(torch: Torch | None) -> dict[str, Any]:
+    blank = dict.fromkeys(("version", "cuda", "hip", "archs", "available", "devices", "said"))
+    found = asdict(torch) if torch else blank
+    return found | {"cuda_major": _major(found["cuda"])}
+
+
+def _checkpoint(found: Checkpoint | None) -> dict[str, Any]:
+    blank = dict.fromkeys(("name", "state", "folder", "problem", "weights_mib", "refusal", "misfit"))
+    return (asdict(found) if found else blank) | {"config": Free(found.config if found else {})}
+
+
+def _major(version: str | None) -> int | None:
+    found = re.match(r"\d+", version or "")
+    return int(found[0]) if found else None
+
+
+def _ephemeral(facts: Facts) -> bool | None:
+    span = facts.system.ephemeral
+    return span[0] <= facts.port.number <= span[1] if len(span) == 2 else None
+
+
+def _imports(facts: Facts) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for tried in facts.imports:
+        error = tried.error or ""
+        package = PACKAGES_OF.get(tried.module, tried.module)
+        module, library = NO_MODULE.search(error), NO_LIBRARY.search(error)
+        cause = next((entry["module"] for entry in entries if _same(entry, tried)), None)
+        entries.append(
+            asdict(tried)
+            | {
+                "brief": brief(error) or None,
+                "package": package,
+                "version": facts.packages.get(package),
+                "no_module": module[1] if module else None,
+                "no_library": library[1] if library else None,
+                "cause": cause,
+            }
+        )
+    return entries
+
+
+def _same(earlier: Mapping[str, Any], tried: Import) -> bool:
+    """Whether an earlier import failed of the same: one signal, or the same last line of the error."""
+    if earlier["ok"] or tried.ok or earlier["timed_out"] or tried.timed_out:
+        return False
+    if earlier["signal"] or tried.signal:
+        return bool(earlier["signal"] == tried.signal)
+    lines = [(text or "").strip().splitlines()[-1:] for text in (earlier["error"], tried.error)]
+    return bool(lines[0]) and lines[0] == lines[1]
+
+
+def _set_row(facts: Facts, tables: Tables) -> Mapping[str, Any] | None:
+    version = facts.packages.get("sglang")
+    return tables.sets.get(version.split("+")[0]) if version else None
+
+
+def _kernel_cuda(facts: Facts, row: Mapping[str, Any] | None) -> int | None:
+    if facts.kernel is None:
+        return None
+    return _major(facts.kernel.cuda) or (_major(str(row["cuda"])) if row and "cuda" in row else None)
+
+
+def _repair(facts: Facts, row: Mapping[str, Any] | None) -> str:
+    """The command that puts torch and SGLang's kernels back to a pair that belongs together."""
+    names = ("torch", "sglang-kernel")
+    pins = [f'"{name}=={row[name]}"' for name in names] if row else [f'"sglang=={facts.packages.get("sglang")}"']
+    return f"pip install --force-reinstall {' '.join(pins)}"
+
+
+def _mismatches(facts: Facts, row: Mapping[str, Any] | None, worked: Mapping[str, bool]) -> list[dict[str, Any]]:
+    """What differs from the known set of the installed sglang; without one, from the exact pins it declares."""
+    if facts.asked.engine != "sglang" or "sglang" not in facts.packages:
+        return []
+    pins = {
+        entry.package: entry.wanted.removeprefix("==")
+        for entry in facts.requirements
+        if entry.by == "sglang" and re.fullmatch(r"==[\w.+!]+", entry.wanted)
+    }
+    wanted = pins | {name: str(value) for name, value in (row or {}).items() if name not in ("sglang", "cuda")}
+    found = []
+    for package, version in wanted.items():
+        installed = facts.packages.get(package)
+        if installed is None or installed.split("+")[0] == version.split("+")[0]:
+            continue
+        module = MODULES.get(package, package)
+        found.append(
+            {"package": package, "installed": installed, "wanted": version, "older": is_older(installed, version),
+             "works": worked.get(module)}
+        )  # fmt: skip
+    return found
+
+
+def _broken(facts: Facts, row: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Declared requirements that are not met, but those that the known set judges already."""
+    found = []
+    judged = set(row or ()) | set(facts.packages if row is None else ())
+    for entry in facts.requirements:
+        if entry.by == "sglang" and entry.package in judged and entry.installed is not None:
+            continue
+        met = entry.installed is not None and SpecifierSet(entry.wanted).contains(entry.installed, prereleases=True)
+        if not met:
+            spec = f"{entry.package}{entry.wanted}"
+            found.append(asdict(entry) | {"missing": entry.installed is None, "spec": spec})
+    return found
+
+
+def _libraries(facts: Facts, tables: Tables, worked: Mapping[str, bool]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "loads": loads, "needed_by": tables.libraries[name]["needed_by"],
+         "works": worked.get(tables.libraries[name]["module"]), "mend": tables.libraries[name]["mend"]}
+        for name, loads in facts.libraries.items()
+        if name in tables.libraries
+    ]  # fmt: skip
+
+
+def _each(facts: Facts, gpus: Sequence[Mapping[str, Any]]) -> int | None:
+    """MiB of weights on one card: all of them in the embedded engine, a share where SGLang spreads them."""
+    total = weights(facts)
+    usable = sum(gpu["usable"] for gpu in gpus) or 1
+    return None if total is None else total if facts.asked.engine == "embedded" else -(-total // usable)
+
+
+def _needed(purpose: str, facts: Facts) -> int:
+    """MiB that will be written there."""
+    fetching = [found for found in (facts.model, facts.drafter) if found and found.state == "to fetch"]
+    if purpose == "models of ddtree":
+        return sum(found.weights_mib or 0 for found in fetching) + 64
+    return 512 if purpose == "compiled kernels" and facts.gpus else 64
