@@ -11,7 +11,8 @@ from typing import Any
 from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
-from ddtree.doctor.facts import Checkpoint, Facts, Gpu, Import, Torch
+from ddtree.doctor.cards import cards
+from ddtree.doctor.facts import Checkpoint, Facts, Import, Torch
 from ddtree.doctor.rules import Tables
 
 MODULES = {
@@ -34,7 +35,7 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
     row = _set_row(facts, tables)
     imports = _imports(facts)
     worked = {entry["module"]: entry["ok"] for entry in imports}
-    gpus = _gpus(facts, tables)
+    gpus = cards(facts, tables)
     return {
         "asked": {key: "auto" if value is None else value for key, value in plain["asked"].items()},
         "system": plain["system"] | {"environment": Free(facts.system.environment)},
@@ -73,21 +74,6 @@ def weights(facts: Facts) -> int | None:
     return facts.model.weights_mib + (drafter or 0)
 
 
-def covered(sm: int | None, archs: Sequence[str]) -> bool | None:
-    """Whether a build for these architectures runs on a card: machine code of its family, or PTX of an older one."""
-    if sm is None or not archs:
-        return None
-    for arch in archs:
-        found = re.fullmatch(r"(sm|compute)_(\d+)([af]?)", arch)
-        if not found:
-            continue
-        number, exact = int(found[2]), found[3] == "a"
-        same_family = number // 10 == sm // 10 and number <= sm
-        if sm == number or (not exact and (same_family or (found[1] == "compute" and number <= sm and not found[3]))):
-            return True
-    return False
-
-
 def is_older(installed: str, wanted: str) -> bool | None:
     """Whether a version is below another; None where one of them is no version."""
     try:
@@ -104,72 +90,6 @@ def brief(text: str | None, limit: int = BRIEF) -> str | None:
         return None
     line = " ".join(text.split())
     return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
-
-
-def _gpus(facts: Facts, tables: Tables) -> list[dict[str, Any]]:
-    cards = facts.gpus
-    devices = facts.torch.devices if facts.torch else ()
-    if not cards and facts.driver.smi != "failed":  # a container without nvidia-smi
-        cards = tuple(
-            Gpu(index, None, device.name, None, device.capability, device.memory_mib)
-            for index, device in enumerate(devices)
-        )
-    shown = facts.system.environment.get("CUDA_VISIBLE_DEVICES")
-    visible = [_visible(card, shown) for card in cards]
-    usable = [seen and card.problem is None for card, seen in zip(cards, visible, strict=True)]
-    archs = facts.torch.archs if facts.torch and facts.torch.cuda else ()
-    xids = {xid.bus_id: xid for xid in facts.driver.xids or ()}
-    entries = []
-    for place, card in enumerate(cards):
-        sm = _sm(card.capability)
-        xid = xids.get(card.bus_id or "")
-        rest = [str(other.index) for other, good in zip(cards, usable, strict=True) if good and other is not card]
-        entries.append(
-            asdict(card)
-            | {
-                "sm": sm,
-                "title": f"GPU {card.index if card.index is not None else card.bus_id}"
-                + (f" ({card.name})" if card.name else ""),
-                "visible": visible[place],
-                "usable": usable[place],
-                "first": usable[place] and not any(usable[:place]),
-                "covered": covered(sm, archs),
-                "xid": xid.code if xid else None,
-                "xid_text": f"Xid {xid.code} {xid.text}".strip() if xid else "no Xid in the kernel's log"
-                if facts.driver.xids is not None else "the kernel's log could not be read",
-                "xid_meaning": tables.xids.get(xid.code) if xid else None,
-                "rest": ",".join(rest),
-                "process_list": _listed(card),
-                "process_count": len(card.processes),
-                "unseen_mib": _unseen(card),
-            }
-        )  # fmt: skip
-    return entries
-
-
-def _visible(card: Gpu, shown: str | None) -> bool:
-    if shown is None:
-        return True
-    names = [name.strip() for name in shown.split(",") if name.strip()]
-    return any(
-        name == str(card.index) or bool(card.uuid and len(name) > 4 and card.uuid.startswith(name)) for name in names
-    )
-
-
-def _listed(card: Gpu) -> str | None:
-    listed = (f"{program.name} (pid {program.pid}, {program.memory_mib} MiB)" for program in card.processes)
-    return ", ".join(listed) or None
-
-
-def _unseen(card: Gpu) -> int | None:
-    if card.memory_mib is None or card.free_mib is None:
-        return None
-    return card.memory_mib - card.free_mib - sum(process.memory_mib or 0 for process in card.processes)
-
-
-def _sm(capability: str | None) -> int | None:
-    found = re.fullmatch(r"(\d+)\.(\d)", capability or "")
-    return int(found[1]) * 10 + int(found[2]) if found else None
 
 
 def _torch(torch: Torch | None) -> dict[str, Any]:
@@ -237,9 +157,10 @@ def _kernel_cuda(facts: Facts, row: Mapping[str, Any] | None) -> int | None:
 
 def _repair(facts: Facts, row: Mapping[str, Any] | None) -> str:
     """The command that puts torch and SGLang's kernels back to a pair that belongs together."""
-    names = ("torch", "sglang-kernel")
-    pins = [f'"{name}=={row[name]}"' for name in names] if row else [f'"sglang=={facts.packages.get("sglang")}"']
-    return f"pip install --force-reinstall {' '.join(pins)}"
+    known = row or {}
+    pins = [f'"{name}=={known[name]}"' for name in ("torch", "sglang-kernel") if name in known]
+    whole = f'"sglang=={facts.packages.get("sglang")}"'  # pip then takes what that release declares
+    return f"pip install --force-reinstall {' '.join(pins) or whole}"
 
 
 def _mismatches(facts: Facts, row: Mapping[str, Any] | None, worked: Mapping[str, bool]) -> list[dict[str, Any]]:

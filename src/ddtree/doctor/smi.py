@@ -60,7 +60,7 @@ def look(query: Ask = ask, proc: Path = PROC) -> tuple[Driver, tuple[Gpu, ...]]:
     header = query(["nvidia-smi"])
     if header is None:
         text = _read(proc / "version")
-        found = re.search(r"Kernel Module\D*?(\d+\.\d+[.\d]*)", text)
+        found = re.search(r"Kernel Module.*?\s(\d{3,}\.\d[.\d]*)", text)
         return Driver("missing", found[1] if found else None, bus_ids=bus_ids), ()
     if header.code is None:
         return Driver("timeout", problem=header.err, bus_ids=bus_ids, xids=xids(query)), ()
