@@ -3,9 +3,8 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from machines import with_card, with_torch, with_xid
-
 from ddtree.doctor import Facts
+from machines import with_card, with_torch, with_xid
 
 LOST = {"problem": 'nvidia-smi: "Unable to determine the device handle for GPU3: 0000:13:00.0: GPU is lost"',
         "name": None, "capability": None, "memory_mib": None, "free_mib": None}  # fmt: skip

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from ddtree.doctor.facts import Checkpoint, Driver, Import, Port, Requirement, Space
 from faults import Fault
 from machines import (
     DRAFTER,
@@ -20,8 +21,6 @@ from machines import (
     with_weights,
     with_xid,
 )
-
-from ddtree.doctor.facts import Checkpoint, Driver, Import, Port, Requirement, Space
 
 HELD = {"free_mib": 100, "processes": (program(143_000),)}
 

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+from ddtree.doctor import Facts
+from ddtree.doctor.facts import Driver, Import, Kernel, Requirement
 from faults import LOST, Fault, lost
 from machines import (
     SERVER,
@@ -16,9 +18,6 @@ from machines import (
     with_torch,
     with_xid,
 )
-
-from ddtree.doctor import Facts
-from ddtree.doctor.facts import Driver, Import, Kernel, Requirement
 
 ABI = (
     "ImportError: [sgl_kernel] CRITICAL: Could not load any common_ops library!\nError details:\n"

@@ -75,6 +75,13 @@ def test_a_file_in_the_current_folder_is_not_imported(tmp_path: Path, monkeypatc
     assert children.run(["import", "child_local"], 60).value is None
 
 
+def test_a_child_runs_the_ddtree_of_its_parent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ddtree").mkdir()
+    (tmp_path / "ddtree/__init__.py").write_text("raise SystemExit('another ddtree')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    assert children.run(["import", "ddtree.doctor.facts"], 60).value is True
+
+
 def test_libraries_are_tried_by_name() -> None:
     assert children.run(["libraries", "libc.so.6", "libnotthere.so.9"], 60).value == {
         "libc.so.6": True, "libnotthere.so.9": False

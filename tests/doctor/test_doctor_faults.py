@@ -3,9 +3,13 @@
 import json
 from dataclasses import replace
 
+import pytest
+
 import faults_machine
 import faults_sglang
-import pytest
+from ddtree.doctor import Diagnosis, Facts, judge, load
+from ddtree.doctor.facts import Checkpoint, Driver, Port
+from ddtree.doctor.record import from_json, to_json
 from faults import Fault
 from machines import (
     card,
@@ -16,10 +20,6 @@ from machines import (
     with_packages,
     with_torch,
 )
-
-from ddtree.doctor import Diagnosis, Facts, judge, load
-from ddtree.doctor.facts import Checkpoint, Driver, Port
-from ddtree.doctor.record import from_json, to_json
 
 TABLES = load()
 FAULTS = [*faults_sglang.FAULTS, *faults_machine.FAULTS]

@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from machines import cpu, gpu, program, sglang, with_card, with_environment, with_xid
 
 from ddtree.doctor import Facts
 from ddtree.doctor.record import from_json, read, to_json, write
 from ddtree.errors import InvalidOption
+from machines import cpu, gpu, program, sglang, with_card, with_environment, with_xid
 
 MACHINES = [
     cpu(),

@@ -4,13 +4,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from machines import cpu, gpu, sglang, with_packages
 
 from ddtree.doctor import judge, load
 from ddtree.doctor.cards import covered
 from ddtree.doctor.derive import is_older
 from ddtree.doctor.facts import Port
 from ddtree.errors import InvalidOption
+from machines import cpu, gpu, sglang, with_packages
 
 OWN = """
 [[rule]]

@@ -137,6 +137,8 @@ def test_a_card_that_only_the_driver_lists(tmp_path: Path) -> None:
     for bus in ("10", "20"):
         (tmp_path / "gpus" / f"0000:{bus}:00.0").mkdir(parents=True)
     _, gpus = look(Machine(rows("10")), tmp_path)
+    assert [gpu.index for gpu in gpus] == [0], "a container may list the cards of its whole host"
+    _, gpus = look(Machine(rows("10"), log=NVRM.format(code=79).replace("43", "20")), tmp_path)
     assert [(gpu.index, gpu.problem) for gpu in gpus] == [(0, None), (1, "the driver lists it, nvidia-smi does not")]
 
 

@@ -8,9 +8,23 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import ddtree
+
 LONGEST = 4000  # characters of an error that are kept
+# The child runs this very ddtree, wherever it was found: by the current folder alone, or beside an installed one.
+START = """
+import sys
+from importlib.util import module_from_spec, spec_from_file_location
+folder = sys.argv.pop(1)
+spec = spec_from_file_location("ddtree", folder + "/__init__.py", submodule_search_locations=[folder])
+sys.modules["ddtree"] = module_from_spec(spec)
+spec.loader.exec_module(sys.modules["ddtree"])
+from ddtree.doctor.child import main
+main(sys.argv[1:])
+"""
 
 
 @dataclass(frozen=True)
@@ -30,7 +44,7 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
     `command` is for tests: another program that speaks the same way.
     """
     # -P: a file called torch.py in the current folder is not what the engine would import either
-    program = list(command or (sys.executable, "-P", "-m", "ddtree.doctor.child"))
+    program = list(command or (sys.executable, "-P", "-c", START, str(Path(ddtree.__file__).parent)))
     began = time.monotonic()
     process = subprocess.Popen(
         [*program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,

@@ -39,7 +39,7 @@ class Advice:
     graphs: str | None
     attention: str | None  # SGLang's backend for chains and plain decoding
     tree_attention: str | None
-    grammar: str | None
+    grammar: str | None  # None: the embedded engine brings its own
     note: str
 
 
@@ -125,8 +125,8 @@ def _fill(text: str, scope: Mapping[str, Any]) -> str:
 
 
 def _advice(seen: Mapping[str, Any], findings: list[Finding], tables: Tables) -> Iterator[Advice]:
-    troubled = any(finding.about == "xgrammar" for finding in findings)
-    grammar = "none" if troubled or "xgrammar" not in seen["packages"] else "xgrammar"
+    troubled = any(finding.about == "xgrammar" for finding in findings) or "xgrammar" not in seen["packages"]
+    grammar = None if seen["asked"]["engine"] == "embedded" else "none" if troubled else "xgrammar"
     for gpu in seen["gpus"]:
         if not gpu["usable"]:
             continue

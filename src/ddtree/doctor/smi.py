@@ -68,13 +68,14 @@ def look(query: Ask = ask, proc: Path = PROC) -> tuple[Driver, tuple[Gpu, ...]]:
     version = re.search(r"(?:Driver|KMD) Version\s*:\s*(\d+[.\d]*)", header.out)
     answering, said = _cards(query)
     lost = _lost(f"{header.out}\n{header.err}\n{said}", bus_ids)
-    gpus = _merge(answering, lost, bus_ids)
+    errors = xids(query)
+    gpus = _merge(answering, lost, bus_ids, {xid.bus_id for xid in errors or ()})
     problem = None
     if not gpus:
         problem = " ".join((header.out + header.err).split())[:300] or f"nvidia-smi ended with code {header.code}"
     driver = Driver(
         "failed" if problem else "ok", version[1] if version else None, cuda[1] if cuda else None, problem, bus_ids,
-        xids(query),
+        errors,
     )  # fmt: skip
     return driver, _with_processes(gpus, query)
 
@@ -142,17 +143,18 @@ def _lost(text: str, bus_ids: Sequence[str]) -> list[Gpu]:
     return list(lost.values())
 
 
-def _merge(gpus: list[Gpu], lost: list[Gpu], bus_ids: Sequence[str]) -> tuple[Gpu, ...]:
-    """All cards by index: a lost one replaces its row; one that only the driver lists is lost too."""
+def _merge(gpus: list[Gpu], lost: list[Gpu], bus_ids: Sequence[str], troubled: set[str]) -> tuple[Gpu, ...]:
+    """All cards by index: a lost one replaces its row, and one that only the driver lists is lost after an Xid.
+
+    Without an Xid it is not: in a container the driver may list the whole host's cards.
+    """
     dead = {gpu.bus_id for gpu in lost if gpu.bus_id}
     found = [gpu for gpu in gpus if gpu.bus_id not in dead]
     known = dead | {gpu.bus_id for gpu in found}
-    if gpus or lost:
-        lost = lost + [
-            Gpu(_place(bus, bus_ids), bus, problem="the driver lists it, nvidia-smi does not")
-            for bus in (_bus(entry) for entry in bus_ids)
-            if bus not in known and all(gpu.bus_id for gpu in lost)
-        ]
+    if found or lost:
+        silent = [bus for bus in map(_bus, bus_ids) if bus in troubled and bus not in known]
+        problem = "the driver lists it, nvidia-smi does not"
+        lost = [*lost, *(Gpu(_place(bus, bus_ids), bus, problem=problem) for bus in silent)]
     return tuple(sorted((*found, *lost), key=lambda gpu: (gpu.index is None, gpu.index or 0, gpu.bus_id or "")))
 
 
@@ -188,7 +190,9 @@ def _number(text: str | None) -> int | None:
 
 
 def _flag(text: str | None) -> bool | None:
-    value: Any = {"yes": True, "enabled": True, "no": False, "disabled": False}.get((_known(text) or "").lower())
+    value: Any = {"yes": True, "enabled": True, "1": True, "no": False, "disabled": False, "0": False}.get(
+        (_known(text) or "").lower()
+    )
     return value if isinstance(value, bool) else None
 
 

@@ -1,12 +1,12 @@
 """A diagnosis as text for people, and as JSON for programs."""
 
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from ddtree.doctor.facts import Facts
-from ddtree.doctor.judge import Diagnosis
+from ddtree.doctor.judge import Diagnosis, Finding
 from ddtree.doctor.record import to_json
 
 WORDS = {"fail": "FAIL", "unknown": "?", "warn": "warn"}
@@ -39,28 +39,39 @@ def as_text(facts: Facts, diagnosis: Diagnosis, style: Style = lambda text, leve
         f"{style(diagnosis.verdict, level)}: the {asked.engine} engine with {asked.model}: {LEADS[diagnosis.verdict]}"
     )
     parts = [[lead]]
-    for finding in diagnosis.findings:
-        head = style(f"{WORDS[finding.level]:<{INDENT - 1}}", finding.level)
-        parts.append(
-            [
-                *_wrapped(f"{head} ", finding.what, width),
-                *_wrapped(" " * INDENT + "seen  ", finding.seen, width),
-                " " * INDENT + f"mend  {finding.mend}",  # never broken: it is to be copied
-            ]
-        )
+    parts += [_paragraph(same, style, width) for same in _grouped(diagnosis.findings)]
     parts.append(_table("machine", _machine(facts), width))
     if diagnosis.advice:
-        parts.append(_table("cards", _cards(diagnosis), width))
+        parts.append(_table("cards", _cards(facts, diagnosis), width))
     if diagnosis.unseen:
         parts.append(_table("not looked at", diagnosis.unseen, width))
     return "\n\n".join("\n".join(part) for part in parts)
 
 
-def _wrapped(head: str, text: str, width: int) -> list[str]:
-    room = width - INDENT - 6
+def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
+    """Findings of one rule with one remedy belong together: eight like cards are one paragraph."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for finding in findings:
+        groups.setdefault((finding.id, finding.mend), []).append(finding)
+    return list(groups.values())
+
+
+def _paragraph(same: Sequence[Finding], style: Style, width: int) -> list[str]:
+    first = same[0]
+    others = sorted({finding.about for finding in same} - {first.about})
+    head = style(f"{WORDS[first.level]:<{INDENT - 1}}", first.level)
+    return [
+        *_wrapped(f"{head} ", first.what, width, INDENT),
+        *_wrapped(" " * INDENT + "seen  ", first.seen, width, INDENT + 6),
+        *(_wrapped(" " * INDENT + "also  ", ", ".join(others), width, INDENT + 6) if others else []),
+        " " * INDENT + f"mend  {first.mend}",  # never broken: it is to be copied
+    ]
+
+
+def _wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
+    room = width - indent
     lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 40 else [text]
-    rest = " " * (INDENT + 6 if "seen" in head else INDENT)
-    return [head + lines[0], *(rest + line for line in lines[1:])]
+    return [head + lines[0], *(" " * indent + line for line in lines[1:])]
 
 
 def _table(title: str, rows: Any, width: int) -> list[str]:
@@ -91,26 +102,32 @@ def _machine(facts: Facts) -> Iterator[tuple[str, str]]:
     if tried:
         yield "imports", ", ".join(tried)
     if facts.libraries:
-        yield "libraries", ", ".join(name + ("" if loads else " (missing)") for name, loads in facts.libraries.items())
+        tried_names = (name if loads else f"{name} (not in the system)" for name, loads in facts.libraries.items())
+        yield "libraries", ", ".join(tried_names)
     for kind, found in (("model", facts.model), ("drafter", facts.drafter)):
         if found is not None and found.folder:
             size = f", {found.weights_mib} MiB in 16 bits" if found.weights_mib is not None else ""
             yield kind, f"{found.name}: {found.folder}{size}"
-    known = [space for space in system.spaces if space.free_mib is not None]
-    if known:
-        yield "disk", ", ".join(f"{(s.free_mib or 0) / 1024:.0f} GiB for {s.purpose}" for s in known)
+    rooms = [f"{s.free_mib / 1024:.0f} GiB for {s.purpose}" for s in system.spaces if s.free_mib is not None]
+    if rooms:
+        yield "disk", ", ".join(rooms)
     yield "port", f"{facts.port.number} is {'free' if facts.port.free else 'taken'}" if facts.port.number else "any"
 
 
-def _cards(diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+def _cards(facts: Facts, diagnosis: Diagnosis) -> Iterator[tuple[str, str]]:
+    """What the cards should get from the engine that is asked for; like cards share a line."""
+    lines: dict[str, list[str]] = {}
     for advice in diagnosis.advice:
         note = f" ({advice.note})" if advice.note else ""
         if advice.family is None:
-            yield f"GPU {advice.index}", f"{advice.card}:{note}"
-            continue
-        yield (
-            f"GPU {advice.index}",
-            f"{advice.card}: {advice.family}{note}; embedded: --dtype {advice.dtype} --cuda-graphs {advice.graphs}; "
-            f"SGLang: --attention-backend {advice.attention}, with a tree {advice.tree_attention}, "
-            f"--grammar-backend {advice.grammar}",
-        )
+            said = note.strip()
+        elif facts.asked.engine == "embedded":
+            said = f"{advice.family}: --dtype {advice.dtype} --cuda-graphs {advice.graphs}{note}"
+        else:
+            said = (
+                f"{advice.family}: --attention-backend {advice.attention}, for a tree {advice.tree_attention}; "
+                f"--grammar-backend {advice.grammar}{note}"
+            )
+        lines.setdefault(f"{advice.card}; {said}", []).append(str(advice.index))
+    for line, indices in lines.items():
+        yield f"GPU {','.join(indices)}", line
