@@ -39,6 +39,9 @@ class Machine:
             return self.header
         if command[1].startswith("--query-compute-apps"):
             return Said(0, self.apps, "")
+        if command[-1].startswith("--id="):
+            place = command[-1].removeprefix("--id=0000:").removesuffix(":00.0")
+            return Said(0, ROW.format(index=int(place, 16), bus=place), "")
         names = command[1].removeprefix("--query-gpu=").split(",")
         for name in self.unknown:
             if name in names:
@@ -128,8 +131,9 @@ def test_the_other_spelling_gives_no_index_and_the_bus_tells_it(tmp_path: Path) 
         (tmp_path / "gpus" / f"0000:{bus}:00.0").mkdir(parents=True)
     said = Said(15, "Unable to determine the device handle for GPU 0000:0B:00.0: Unknown Error", "")
     driver, gpus = look(Machine([], header=said, err=said.out), tmp_path)
-    assert [(gpu.index, gpu.bus_id) for gpu in gpus] == [(0, "00000000:0b:00.0"), (1, "00000000:0c:00.0")]
+    assert [(gpu.index, gpu.bus_id) for gpu in gpus] == [(0, "00000000:0b:00.0"), (12, "00000000:0c:00.0")]
     assert "Unknown Error" in (gpus[0].problem or "")
+    assert (gpus[1].problem, gpus[1].memory_mib) == (None, 143771), "the other one was asked by itself"
     assert driver.smi == "ok"
 
 

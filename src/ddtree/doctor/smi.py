@@ -68,6 +68,9 @@ def look(query: Ask = ask, proc: Path = PROC) -> tuple[Driver, tuple[Gpu, ...]]:
     version = re.search(r"(?:Driver|KMD) Version\s*:\s*(\d+[.\d]*)", header.out)
     answering, said = _cards(query)
     lost = _lost(f"{header.out}\n{header.err}\n{said}", bus_ids)
+    if lost and not answering:  # some releases say nothing of the others then: they are asked one by one
+        dead = {gpu.bus_id for gpu in lost}
+        answering = [gpu for bus in bus_ids if _bus(bus) not in dead for gpu in _cards(query, bus)[0]]
     errors = xids(query)
     gpus = _merge(answering, lost, bus_ids, {xid.bus_id for xid in errors or ()})
     problem = None
@@ -93,11 +96,13 @@ def xids(query: Ask) -> tuple[Xid, ...] | None:
     return None
 
 
-def _cards(query: Ask) -> tuple[list[Gpu], str]:
-    """The rows of the cards that answer, and all that nvidia-smi said besides."""
+def _cards(query: Ask, only: str | None = None) -> tuple[list[Gpu], str]:
+    """The rows of the cards that answer, or of one of them, and all that nvidia-smi said besides."""
     health = list(HEALTH)
+    one = [f"--id={only}"] if only else []
     while True:
-        said = query(["nvidia-smi", f"--query-gpu={','.join((*CARD, *health))}", "--format=csv,noheader,nounits"])
+        fields = f"--query-gpu={','.join((*CARD, *health))}"
+        said = query(["nvidia-smi", fields, "--format=csv,noheader,nounits", *one])
         if said is None:
             return [], ""
         unknown = re.search(r'Field "([\w.]+)" is not a valid field', said.out + said.err)
