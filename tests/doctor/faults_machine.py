@@ -239,7 +239,6 @@ FAULTS = [
         says=("hf download org/model",),
     ),
     Fault("drafter-elsewhere", lambda: replace(cpu(), drafter=Checkpoint("org/drafter", "to fetch")), cpu, "unknown"),
-    Fault("model-unread", lambda: replace(cpu(), model=None, drafter=None), cpu, "unknown"),
     Fault(
         "model-refused",
         lambda: replace(cpu(), model=replace(MODEL, refusal=QWEN3)),

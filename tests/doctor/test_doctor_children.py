@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.doctor import children, packages, probe, smi, system
+from ddtree.doctor import children, judge, load, packages, probe, smi, system
 from ddtree.doctor.children import Outcome
 from ddtree.doctor.facts import Asked, Driver
 
@@ -135,7 +135,11 @@ def test_the_probe_survives_children_that_do_not_answer(monkeypatch: pytest.Monk
         Asked(port=0), ["liba.so"], lambda arguments, seconds: Outcome(None, "late", None, True, seconds)
     )
     assert (facts.torch, facts.model, facts.libraries) == (None, None, {})
-    assert [(entry.module, entry.timed_out) for entry in facts.imports] == [("torch", True), ("ddtree.engine", True)]
+    assert {entry.module for entry in facts.imports if entry.timed_out} == {"torch", "ddtree.engine", "ddtree.models"}
+    diagnosis = judge(facts, load())
+    assert {finding.id for finding in diagnosis.findings} == {"import-slow"}
+    assert diagnosis.exit_code == 2
+    assert "the model" in [what for what, _ in diagnosis.unseen]
 
 
 def test_requirements_are_those_of_this_machine() -> None:

@@ -1,5 +1,6 @@
 """Rules as data: what a file of one's own can do, and what is refused in it."""
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -33,6 +34,14 @@ def test_a_rule_of_ones_own(own: Path) -> None:
     (finding,) = judge(cpu(), load(own)).findings
     assert (finding.id, finding.what, finding.seen) == ("few-cores", "there are 16 cores", "counted, 125.0 GiB")
     assert judge(replace(cpu(), system=replace(cpu().system, cores=32)), load(own)).findings == ()
+
+
+def test_the_sample_of_the_documentation(own: Path) -> None:
+    text = (Path(__file__).parents[2] / "docs/doctor.md").read_text(encoding="utf-8")
+    own.write_text(re.findall(r"^```toml\n(.*?)^```", text, re.MULTILINE | re.DOTALL)[0])
+    assert judge(sglang("10.0"), load(own)).findings == ()
+    older = replace(sglang("10.0"), driver=replace(sglang().driver, version="570.1"))
+    assert [finding.id for finding in judge(older, load(own)).findings] == ["our-driver"]
 
 
 def test_a_level_can_be_changed_and_a_rule_turned_off(own: Path) -> None:

@@ -19,7 +19,10 @@ MODULES = {
     "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
     "apache-tvm-ffi": "tvm_ffi", "sglang": "sglang.srt.entrypoints.http_server",
 }  # fmt: skip
-PACKAGES_OF = {module: package for package, module in reversed(MODULES.items())} | {"ddtree.engine": "ddtree"}
+PACKAGES_OF = {module: package for package, module in reversed(MODULES.items())} | {
+    "ddtree.engine": "ddtree",
+    "ddtree.models": "ddtree",
+}
 NO_MODULE = re.compile(r"No module named '?([\w.]+)")
 NO_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
 BRIEF = 300  # characters of an error in a finding

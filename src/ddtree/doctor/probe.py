@@ -42,14 +42,16 @@ def probe(asked: Asked, libraries: Sequence[str], run: Run = children.run) -> Fa
     work += [["import", name] for name in modules]
     if libraries:
         work.append(["libraries", *libraries])
+    driver, gpus = smi.look()  # before the children: they would be seen on the cards
+    host = system.look()
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        pending = [pool.submit(run, arguments, SECONDS) for arguments in work]
-        driver, gpus = smi.look()
-        host = system.look()
-        outcomes = [future.result() for future in pending]
+        outcomes = list(pool.map(lambda arguments: run(arguments, SECONDS), work))
     by_work = {" ".join(arguments[:2]): outcome for arguments, outcome in zip(work, outcomes, strict=True)}
-    torch = outcomes[0]
-    models = outcomes[1].value or {}
+    torch, reader = outcomes[:2]
+    models = reader.value or {}
+    imports = [_import("torch", torch), *(_import(name, by_work[f"import {name}"]) for name in modules)]
+    if reader.value is None:
+        imports.append(_import("ddtree.models", reader))
     return Facts(
         asked=asked,
         system=host,
@@ -59,7 +61,7 @@ def probe(asked: Asked, libraries: Sequence[str], run: Run = children.run) -> Fa
         torch=build(Torch, torch.value) if torch.value else None,
         packages=installed,
         requirements=_requirements(asked.engine),
-        imports=(_import("torch", torch), *(_import(name, by_work[f"import {name}"]) for name in modules)),
+        imports=tuple(imports),
         kernel=packages.kernel(KERNELS),
         libraries=(outcomes[-1].value or {}) if libraries else {},
         model=_checkpoint(models.get("model")),

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from ddtree.doctor.facts import Port, Space, System
 from ddtree.doctor.smi import ask
+from ddtree.errors import DDTreeError
 from ddtree.models import cache_dir
 
 MIB = 1 << 20
@@ -35,11 +36,7 @@ def look() -> System:
         memory_mib=_memory(),
         shm_mib=_size("/dev/shm"),
         compiler=os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"),
-        python_header=any(
-            (Path(sysconfig.get_paths(scheme)["include"]) / "Python.h").is_file()
-            for scheme in sysconfig.get_scheme_names()
-            if scheme in (sysconfig.get_default_scheme(), "posix_prefix")
-        ),
+        python_header=_python_header(),
         nvcc=_nvcc(),
         ephemeral=_ephemeral(),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -57,6 +54,14 @@ def look_at_port(number: int) -> Port:
         except OSError as error:
             return Port(number, False, error.strerror)
     return Port(number, True)
+
+
+def _python_header() -> bool:
+    schemes = {sysconfig.get_default_scheme(), "posix_prefix"} & set(sysconfig.get_scheme_names())
+    folders = [sysconfig.get_paths(scheme)["include"] for scheme in schemes]
+    for variable in ("CPATH", "C_INCLUDE_PATH"):
+        folders += os.environ.get(variable, "").split(os.pathsep)
+    return any((Path(folder) / "Python.h").is_file() for folder in folders if folder)
 
 
 def _memory() -> int | None:
@@ -86,8 +91,11 @@ def _size(path: str) -> int | None:
 
 def _spaces() -> tuple[Space, ...]:
     home = Path.home()
-    places = {
-        "models of ddtree": cache_dir(),
+    try:
+        cache = {"models of ddtree": cache_dir()}
+    except (ImportError, DDTreeError):  # a part of ddtree is missing, or its variable is wrong: found elsewhere
+        cache = {}
+    places = cache | {
         "models of the hub": Path(os.environ.get("HF_HOME", home / ".cache/huggingface")),
         "compiled kernels": Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton")),
         "temporary files": Path(tempfile.gettempdir()),
