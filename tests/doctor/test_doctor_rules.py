@@ -11,7 +11,7 @@ from ddtree.doctor.cards import covered
 from ddtree.doctor.derive import is_older
 from ddtree.doctor.facts import Port
 from ddtree.errors import InvalidOption
-from machines import cpu, gpu, sglang, with_packages
+from machines import cpu, failing, gpu, sglang, with_packages
 
 OWN = """
 [[rule]]
@@ -143,6 +143,19 @@ def test_a_misspelled_path_is_refused_on_the_first_machine(own: Path, changed: s
 )
 def test_which_builds_run_on_which_cards(sm: int | None, archs: tuple[str, ...], expected: bool | None) -> None:
     assert covered(sm, archs) is expected
+
+
+def test_a_crash_is_told_by_its_place() -> None:
+    error = (
+        "loading\nFatal Python error: Segmentation fault\n\nCurrent thread 0x1 (most recent call first):\n"
+        '  File "/venv/a.py", line 1 in <module>\n  File "/venv/b.py", line 2 in <module>'
+    )
+    (finding,) = judge(failing(cpu(), "ddtree.engine", error, signal="SIGSEGV"), load()).findings
+    assert finding.seen.endswith(
+        'ended by SIGSEGV Fatal Python error: Segmentation fault File "/venv/a.py", line 1 in <module>; ddtree 0.1.0'
+    )
+    (quiet,) = judge(failing(cpu(), "ddtree.engine", "", signal="SIGKILL"), load()).findings
+    assert "ended by SIGKILL;" in quiet.seen
 
 
 @pytest.mark.parametrize(

@@ -126,7 +126,7 @@ def _imports(facts: Facts) -> list[dict[str, Any]]:
         entries.append(
             asdict(tried)
             | {
-                "brief": brief(error) or None,
+                "brief": brief(_crash(tried) if tried.signal else error) or None,
                 "package": package,
                 "version": facts.packages.get(package),
                 "no_module": module[1] if module else None,
@@ -135,6 +135,15 @@ def _imports(facts: Facts) -> list[dict[str, Any]]:
             }
         )
     return entries
+
+
+def _crash(tried: Import) -> str:
+    """The signal, what Python says of it, and the innermost place."""
+    text = tried.error or ""
+    begin = text.find("Fatal Python error")
+    lines = [line.strip() for line in text[max(begin, 0) :].splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("Current thread", "Thread 0x"))]
+    return " ".join([f"ended by {tried.signal}", *(kept[:2] if begin >= 0 else kept[-1:])])
 
 
 def _same(earlier: Mapping[str, Any], tried: Import) -> bool:
@@ -199,7 +208,7 @@ def _broken(facts: Facts, row: Mapping[str, Any] | None) -> list[dict[str, Any]]
         met = entry.installed is not None and SpecifierSet(entry.wanted).contains(entry.installed, prereleases=True)
         if not met:
             spec = f"{entry.package}{entry.wanted}"
-            found.append(asdict(entry) | {"missing": entry.installed is None, "spec": spec})
+            found.append(asdict(entry) | {"found": entry.installed or "nothing", "spec": spec})
     return found
 
 
