@@ -8,11 +8,11 @@ import huggingface_hub
 import pytest
 import torch
 from safetensors.torch import save_file
+from tiny_gguf import tiny_llama, write_gguf
 
 from ddtree.doctor.checkpoints import look, summary
 from ddtree.doctor.facts import Checkpoint
 from ddtree.doctor.record import build
-from tiny_gguf import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -40,8 +40,8 @@ def model(tmp_path: Path) -> str:
     return folder(tmp_path / "model", LLAMA)
 
 
-def seen(model: str, drafter: str = "none") -> tuple[Checkpoint, Checkpoint | None]:
-    found = json.loads(json.dumps(look(model, drafter)))
+def seen(model: str, drafter: str = "none", engine: str = "embedded") -> tuple[Checkpoint, Checkpoint | None]:
+    found = json.loads(json.dumps(look(model, drafter, engine)))
     return build(Checkpoint, found["model"]), build(Checkpoint, found["drafter"]) if found["drafter"] else None
 
 
@@ -139,6 +139,22 @@ def test_a_folder_that_is_not_whole(model: str, tmp_path: Path) -> None:
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
     assert "damaged" in (seen(model)[0].problem or "")
+
+
+def test_files_that_only_sglang_reads(model: str, tmp_path: Path) -> None:
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model/pytorch_model.bin")
+    assert "pickled" in (seen(model)[0].problem or "")
+    target, _ = seen(model, engine="sglang")
+    assert (target.state, target.problem, target.weights_mib) == ("here", None, None)
+    assert target.config["vocab_size"] == 320
+
+
+def test_a_snapshot_that_is_not_whole_is_to_be_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "part").mkdir()
+    (tmp_path / "part/config.json").write_text(json.dumps(LLAMA))
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *args, **options: str(tmp_path / "part"))
+    monkeypatch.delenv("HF_HUB_OFFLINE")
+    assert seen("org/model")[0].state == "to fetch"
 
 
 def test_hub_ids_are_looked_up_on_this_machine_alone(

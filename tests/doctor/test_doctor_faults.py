@@ -8,16 +8,18 @@ import pytest
 import faults_machine
 import faults_sglang
 from ddtree.doctor import Diagnosis, Facts, judge, load
-from ddtree.doctor.facts import Checkpoint, Driver, Port
+from ddtree.doctor.facts import Checkpoint, Driver, Port, Requirement
 from ddtree.doctor.record import from_json, to_json
 from faults import Fault
 from machines import (
     card,
+    cpu,
     gpu,
     sglang,
     with_card,
     with_environment,
     with_packages,
+    with_system,
     with_torch,
 )
 
@@ -97,6 +99,19 @@ def test_without_nvidia_smi_the_cards_are_those_of_torch() -> None:
     diagnosis = examined(with_environment(inside, CUDA_VISIBLE_DEVICES="5"))  # torch counts what it sees anew
     assert [advice.index for advice in diagnosis.advice] == [0]
     assert ("health and processes of the GPUs", "there is no nvidia-smi") in diagnosis.unseen
+
+
+def test_parts_of_a_card_are_named_otherwise() -> None:
+    parts = with_environment(with_card(gpu(), mig=True), CUDA_VISIBLE_DEVICES="MIG-1234")
+    assert ids(parts) == ["mig"]
+    assert len(examined(parts).advice) == 1
+
+
+@pytest.mark.parametrize("version", ["from source", "unknown"])
+def test_a_version_that_is_none_raises_nothing(version: str) -> None:
+    assert ids(with_packages(with_system(sglang(), nvcc=version), transformers=version)) == ["set-mismatch"]
+    asks = (Requirement("ddtree", "transformers", ">=5.12", version),)
+    assert ids(replace(cpu(), requirements=asks)) == []
 
 
 def test_worst_first() -> None:

@@ -156,6 +156,12 @@ def test_nvidia_smi_fails_as_a_whole(tmp_path: Path, said: str) -> None:
     assert driver.problem == (said or "nvidia-smi ended with code 18")
 
 
+def test_a_bus_id_of_no_known_form_is_no_crash(tmp_path: Path) -> None:
+    (tmp_path / "gpus/odd").mkdir(parents=True)
+    _, gpus = look(Machine(["0, odd, Card, GPU-0aaaa, 1, 1, 9.0, 0, No, No, Default, Disabled"]), tmp_path)
+    assert [(gpu.index, gpu.bus_id) for gpu in gpus] == [(0, "odd")]
+
+
 def test_nvidia_smi_hangs(tmp_path: Path) -> None:
     driver, gpus = look(Machine([], header=Said(None, "", "nvidia-smi did not answer within 30 s")), tmp_path)
     assert (driver.smi, driver.problem, gpus) == ("timeout", "nvidia-smi did not answer within 30 s", ())

@@ -2,9 +2,11 @@
 
 import json
 import os
+import signal
 import stat
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -77,3 +79,35 @@ def test_the_faults_of_a_whole_machine(environment: dict[str, str], tmp_path: Pa
         [sys.executable, "-m", "ddtree", "doctor", "--replay", str(record), "--json"], capture_output=True, text=True
     )
     assert again.stdout == ran.stdout
+
+
+def test_an_interrupt_ends_the_children_too(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import time\ntime.sleep(300)")
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")])}
+    process = subprocess.Popen([sys.executable, "-m", "ddtree", "doctor"], env=environment, stderr=subprocess.PIPE)
+    try:
+        deadline = time.monotonic() + 60
+        while not (started := children_of(process.pid)) and time.monotonic() < deadline:
+            time.sleep(0.2)
+        assert started
+        time.sleep(1)
+        process.send_signal(signal.SIGINT)
+        _, said = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert (process.returncode, said) == (130, b"")
+    assert not [pid for pid in started if Path(f"/proc/{pid}").exists()]
+
+
+def children_of(pid: int) -> list[int]:
+    """The child processes that imports are tried in."""
+    found = []
+    for status in Path("/proc").glob("[0-9]*/stat"):
+        try:
+            fields = status.read_text().rpartition(")")[2].split()
+            command = (status.parent / "cmdline").read_bytes()
+        except OSError:
+            continue
+        if int(fields[1]) == pid and b"ddtree.doctor.child" in command:
+            found.append(int(status.parent.name))
+    return found

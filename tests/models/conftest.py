@@ -3,7 +3,6 @@
 from pathlib import Path
 
 import pytest
-
 from tiny_gguf import tiny_llama, write_gguf
 
 

@@ -10,11 +10,11 @@ import pytest
 import safetensors.torch
 import torch
 from safetensors import SafetensorError
+from tiny_gguf import SPECIAL, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from ddtree.errors import DamagedFile, DDTreeError, UnsupportedModel
 from ddtree.models import convert, resolve_model
-from tiny_gguf import SPECIAL, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -5,11 +5,11 @@ import shutil
 from pathlib import Path
 
 import pytest
+from tiny_gguf import tiny_llama, write_gguf
 
 from ddtree import models
 from ddtree.errors import DamagedFile, DDTreeError, ModelNotFound, UnsupportedModel
 from ddtree.models import ModelEntry, list_models, resolve_drafter, resolve_model
-from tiny_gguf import tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_gguf import tiny_llama
 
 from ddtree.errors import DDTreeError, DownloadFailed
 from ddtree.models import cache_dir, store
-from tiny_gguf import tiny_llama
 
 MANIFEST = store.Manifest("tiny", "a test", "none", "0", "ddtree 0")
 

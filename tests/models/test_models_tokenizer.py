@@ -5,11 +5,11 @@ from pathlib import Path
 
 import gguf
 import pytest
+from tiny_gguf import BYTES, SPECIAL, TEMPLATE, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ddtree.errors import DamagedFile, UnsupportedModel
 from ddtree.models import resolve_model
-from tiny_gguf import BYTES, SPECIAL, TEMPLATE, TOKENS, byte_level_tokenizer, tiny_llama, write_gguf
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from tiny_gguf import tiny_llama, write_gguf
 
 from ddtree.errors import DownloadFailed
 from ddtree.models import list_models, resolve_model, wheel
-from tiny_gguf import tiny_llama, write_gguf
 
 
 def fake_pip(monkeypatch: pytest.MonkeyPatch, script: str) -> None:

@@ -72,7 +72,10 @@ def _visible(card: Gpu, shown: str | None) -> bool:
         return True
     names = [name.strip() for name in shown.split(",") if name.strip()]
     return any(
-        name == str(card.index) or bool(card.uuid and len(name) > 4 and card.uuid.startswith(name)) for name in names
+        name == str(card.index)
+        or bool(card.uuid and len(name) > 4 and card.uuid.startswith(name))
+        or (name.startswith("MIG-") and card.mig is True)  # a part of a card, whose number is not told here
+        for name in names
     )
 
 

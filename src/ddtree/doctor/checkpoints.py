@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.config import EMBEDDED
-from ddtree.errors import DDTreeError, ModelNotFound
+from ddtree.errors import DDTreeError, ModelNotFound, UnsupportedModel
 from ddtree.models import convert, resolve_drafter, resolve_model, store
 from ddtree.models.folder import check_folder, read_json, weight_files
 from ddtree.models.names import BUNDLED_DRAFTER, HUB_ID
@@ -26,17 +26,20 @@ OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 MIB = 1 << 20
 
 
-def look(model: str, drafter: str) -> dict[str, Any]:
-    """Both as the fields of `facts.Checkpoint`. The drafter is None for "none"."""
-    target, raw = _target(model)
+def look(model: str, drafter: str, engine: str = "embedded") -> dict[str, Any]:
+    """Both as the fields of `facts.Checkpoint`. The drafter is None for "none".
+
+    For sglang, kinds of files that only the embedded engine refuses count as being here.
+    """
+    target, raw = _target(model, engine)
     target = _judged(target, raw)
     if drafter == "none":
         return {"model": target, "drafter": None}
-    draft, draft_raw = _drafter(drafter, model)
+    draft, draft_raw = _drafter(drafter, model, engine)
     return {"model": target, "drafter": _judged_drafter(draft, draft_raw, raw)}
 
 
-def _target(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _target(name: str, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
     found: dict[str, Any] = {"name": name, "state": "missing"}
     try:
         path = Path(name).expanduser()
@@ -47,33 +50,37 @@ def _target(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         elif gguf := _gguf(path):
             return _from_gguf(found, gguf)
         elif not path.exists() and not (store.models_dir() / name).is_dir() and HUB_ID.fullmatch(name):
-            hub = _cached(name)
+            hub = _cached(name, tokenizer=True)
             if hub is None:
                 return found | _not_cached(name, "model"), {}
-            folder = check_folder(hub, tokenizer=True)
+            folder = hub
         else:
             folder = resolve_model(name)  # a folder, or an error that says what a name may be
         return _from_folder(found, folder)
+    except UnsupportedModel as error:
+        return _unread(found) if engine == "sglang" else (found | {"problem": str(error)}, {})
     except DDTreeError as error:
         return found | {"problem": str(error)}, {}
     except (OSError, RuntimeError) as error:
         return found | {"problem": f"{name} cannot be read: {error}"}, {}
 
 
-def _drafter(name: str, model: str) -> tuple[dict[str, Any], dict[str, Any]]:
+def _drafter(name: str, model: str, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
     found: dict[str, Any] = {"name": name, "state": "missing"}
     try:
         if name not in ("auto", BUNDLED_DRAFTER) and not Path(name).expanduser().exists() and HUB_ID.fullmatch(name):
-            folder = _cached(name)
-            if folder is None:
+            hub = _cached(name, tokenizer=False)
+            if hub is None:
                 return found | _not_cached(name, "drafter"), {}
-            folder = check_folder(folder, tokenizer=False)
+            folder = hub
         else:
             resolved = resolve_drafter(name, model)
             if resolved is None:
                 raise ModelNotFound(f"there is no drafter called {name}")
             folder = resolved
         return _from_folder(found, folder)
+    except UnsupportedModel as error:
+        return _unread(found) if engine == "sglang" else (found | {"problem": str(error)}, {})
     except DDTreeError as error:
         return found | {"problem": str(error)}, {}
     except (OSError, RuntimeError) as error:
@@ -129,12 +136,24 @@ def _weights(file: Path) -> int:
     return total
 
 
-def _cached(name: str) -> Path | None:
+def _unread(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Files that are there, in a form that only their engine reads: pickled weights, other kinds of GGUF."""
+    path = Path(found["name"]).expanduser()
+    raw = read_json(path / "config.json") if (path / "config.json").is_file() else {}
+    return found | {"state": "here", "folder": str(path) if path.exists() else None, "config": summary(raw)}, raw
+
+
+def _cached(name: str, *, tokenizer: bool) -> Path | None:
+    """The snapshot of a hub repository, if all of it is on this machine."""
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, local_files_only=True))
+        folder = Path(snapshot_download(name, local_files_only=True))
     except Exception:  # of many kinds, by release: whatever it was, the files are not there
+        return None
+    try:
+        return check_folder(folder, tokenizer=tokenizer)
+    except ModelNotFound:  # a part of it: the first start fetches the rest
         return None
 
 

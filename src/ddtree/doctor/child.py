@@ -3,7 +3,7 @@
 python -m ddtree.doctor.child torch
 python -m ddtree.doctor.child import MODULE
 python -m ddtree.doctor.child libraries SONAME ...
-python -m ddtree.doctor.child models MODEL DRAFTER
+python -m ddtree.doctor.child models MODEL DRAFTER ENGINE
 """
 
 import faulthandler
@@ -84,10 +84,10 @@ def _libraries(*names: str) -> dict[str, bool]:
     return found
 
 
-def _models(model: str, drafter: str) -> dict[str, Any]:
+def _models(model: str, drafter: str, engine: str = "embedded") -> dict[str, Any]:
     from ddtree.doctor.checkpoints import look
 
-    return look(model, drafter)
+    return look(model, drafter, engine)
 
 
 if __name__ == "__main__":

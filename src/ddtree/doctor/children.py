@@ -27,6 +27,9 @@ main(sys.argv[1:])
 """
 
 
+_running: "set[subprocess.Popen[bytes]]" = set()
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How a child ended."""
@@ -50,6 +53,7 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
         [*program, *arguments], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
         start_new_session=True,
     )  # fmt: skip
+    _running.add(process)
     try:
         out, err = process.communicate(timeout=seconds)
         late = False
@@ -60,6 +64,8 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
     except BaseException:
         _end(process)
         raise
+    finally:
+        _running.discard(process)
     took = time.monotonic() - began
     said = err.decode(errors="replace").strip()
     if late:
@@ -71,6 +77,12 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
     except ValueError:
         answer = {"error": said[-LONGEST:] or f"it ended with code {process.returncode} and said nothing"}
     return Outcome(answer.get("value"), answer.get("error"), None, False, took)
+
+
+def end_all() -> None:
+    """End every child that still runs, for a caller that is interrupted."""
+    for process in list(_running):
+        _end(process)
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:

@@ -8,12 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
 from packaging.version import InvalidVersion, Version
 
 from ddtree.doctor.cards import cards
 from ddtree.doctor.facts import Checkpoint, Facts, Import, Torch
-from ddtree.doctor.rules import Tables
+from ddtree.doctor.rules import Tables, satisfies
 
 MODULES = {
     "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
@@ -80,9 +79,7 @@ def weights(facts: Facts) -> int | None:
 def is_older(installed: str, wanted: str) -> bool | None:
     """Whether a version is below another; None where one of them is no version."""
     try:
-        return Version(installed).release < Version(wanted).release or Version(installed.split("+")[0]) < Version(
-            wanted
-        )
+        return Version(installed.split("+")[0]) < Version(wanted)
     except InvalidVersion:
         return None
 
@@ -205,8 +202,7 @@ def _broken(facts: Facts, row: Mapping[str, Any] | None) -> list[dict[str, Any]]
     for entry in facts.requirements:
         if entry.by == "sglang" and entry.package in judged and entry.installed is not None:
             continue
-        met = entry.installed is not None and SpecifierSet(entry.wanted).contains(entry.installed, prereleases=True)
-        if not met:
+        if entry.installed is None or satisfies(entry.installed, entry.wanted) is False:
             spec = f"{entry.package}{entry.wanted}"
             found.append(asdict(entry) | {"found": entry.installed or "nothing", "spec": spec})
     return found

@@ -38,14 +38,19 @@ def probe(asked: Asked, libraries: Sequence[str], run: Run = children.run) -> Fa
     modules = list(EMBEDDED_IMPORTS)
     if asked.engine == "sglang":
         modules = [name for name, of in SGLANG_IMPORTS.items() if any(one in installed for one in of)]
-    work: list[list[str]] = [["torch"], ["models", asked.model, asked.drafter]]
+    work: list[list[str]] = [["torch"], ["models", asked.model, asked.drafter, asked.engine]]
     work += [["import", name] for name in modules]
     if libraries:
         work.append(["libraries", *libraries])
     driver, gpus = smi.look()  # before the children: they would be seen on the cards
     host = system.look()
     with ThreadPoolExecutor(min(WORKERS, os.cpu_count() or 1)) as pool:
-        outcomes = list(pool.map(lambda arguments: run(arguments, SECONDS), work))
+        try:
+            outcomes = list(pool.map(lambda arguments: run(arguments, SECONDS), work))
+        except BaseException:  # Ctrl-C: nobody waits three minutes for children
+            pool.shutdown(wait=False, cancel_futures=True)
+            children.end_all()
+            raise
     by_work = {" ".join(arguments[:2]): outcome for arguments, outcome in zip(work, outcomes, strict=True)}
     torch, reader = outcomes[:2]
     models = reader.value or {}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from ddtree.errors import InvalidOption
 
@@ -20,8 +21,12 @@ LISTS = {
 ENGINES = ("embedded", "sglang")
 
 
-def _is_version(value: Any, wanted: Any) -> bool:
-    return SpecifierSet(wanted).contains(str(value).split("+")[0], prereleases=True)
+def satisfies(version: str, wanted: str) -> bool | None:
+    """Whether a version is among those wanted, its local part left out; None where it is not a version."""
+    try:
+        return SpecifierSet(wanted).contains(Version(version.split("+")[0]), prereleases=True)
+    except InvalidVersion:
+        return None
 
 
 # An unknown value makes every one of them false but "unset": what is not known raises no finding.
@@ -35,8 +40,8 @@ OPERATORS: dict[str, Callable[[Any, Any], bool]] = {
     ">=": lambda value, wanted: bool(value >= wanted),
     "<=": lambda value, wanted: bool(value <= wanted),
     "matches": lambda value, wanted: re.search(wanted, str(value)) is not None,
-    "version": _is_version,
-    "not version": lambda value, wanted: not _is_version(value, wanted),
+    "version": lambda value, wanted: satisfies(str(value), wanted) is True,
+    "not version": lambda value, wanted: satisfies(str(value), wanted) is False,
 }
 BARE = ("set", "unset")
 

@@ -175,8 +175,11 @@ def _with_processes(gpus: tuple[Gpu, ...], query: Ask) -> tuple[Gpu, ...]:
 
 
 def _bus(text: str) -> str:
-    """One spelling for a bus id: 8 digits of domain, lower case, with a function."""
-    domain, bus, device = text.lower().split(":")[-3:]
+    """One spelling for a bus id: 8 digits of domain, lower case, with a function. Anything else stays as it is."""
+    parts = text.lower().split(":")
+    if len(parts) != 3:
+        return text
+    domain, bus, device = parts
     return f"{domain[-8:]:0>8}:{bus}:{device if '.' in device else device + '.0'}"
 
 
