@@ -16,6 +16,7 @@ from ddtree.cli import app
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine
 from ddtree.server import ServerOptions
+from machines import sglang
 
 LOADING: dict[str, list[str]] = {
     "model": ["--model", "/some/folder"],
@@ -74,8 +75,36 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "url": [],
     },
     "models": {"as_json": ["--json"]},
+    "doctor": {
+        "engine": ["--engine", "embedded"],
+        "model": ["--model", "/some/folder"],
+        "drafter": ["--drafter", "/some/drafter"],
+        "port": ["--port", "30001"],
+        "attention_backend": ["--attention-backend", "triton"],
+        "grammar_backend": ["--grammar-backend", "none"],
+        "rules": ["--rules", "own.toml"],
+        "record": ["--record", "machine.json"],
+        "replay": ["--replay", "machine.json"],
+        "as_json": ["--json"],
+    },
 }
-BASE = {"generate": ["Hi"], "serve": [], "bench": ["--limit", "2"], "smoke": ["http://localhost:1"], "models": []}
+BASE = {
+    "generate": ["Hi"],
+    "serve": [],
+    "bench": ["--limit", "2"],
+    "smoke": ["http://localhost:1"],
+    "models": [],
+    "doctor": ["--engine", "sglang"],
+}
+OWN_RULE = """
+[[rule]]
+id = "own"
+level = "warn"
+when = [["system.cores", ">", 0]]
+what = "it has {system.cores} cores"
+seen = "counted"
+mend = "none"
+"""
 
 
 @pytest.fixture
@@ -86,6 +115,11 @@ def observe(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.Monk
     monkeypatch.setattr("ddtree.server.check_port", lambda *args: seen.append(args))
     monkeypatch.setattr("ddtree.server.serve", lambda engine, *args, **kwargs: seen.append((args, kwargs)))
     monkeypatch.setattr("ddtree.bench.smoke.smoke", lambda *args, **kwargs: seen.append((args, kwargs)) or {})
+
+    monkeypatch.setattr(
+        "ddtree.doctor.probe.probe", lambda *args: seen.append(args) or replace(sglang(), asked=args[0])
+    )
+    (tmp_path / "own.toml").write_text(OWN_RULE)
 
     def run(*args: str) -> Any:
         seen.clear()
@@ -103,7 +137,9 @@ def observe(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.Monk
     return run
 
 
-ONE_VALUE = {("serve", "tool_call_parser")}  # only one can be chosen so far; others are refused
+# Of the first only one value can be chosen so far, others are refused. The second goes with no other option
+# (test_cli_doctor.py).
+ONE_VALUE = {("serve", "tool_call_parser"), ("doctor", "replay")}
 
 
 @pytest.mark.parametrize(
@@ -285,13 +321,20 @@ def test_models(ddtree: Command) -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["--help"], ["generate", "--help"], ["generate", "Hi", "--mode", "magic"], ["bench", "--limit", "0"], ["models"]],
+    [
+        ["--help"],
+        ["generate", "--help"],
+        ["generate", "Hi", "--mode", "magic"],
+        ["bench", "--limit", "0"],
+        ["models"],
+        ["doctor", "--replay", "not-there.json"],
+    ],
 )
 def test_quick_commands_do_not_import_torch(args: list[str]) -> None:
     code = "import sys\nfrom ddtree.cli import main\ntry:\n    main()\nfinally:\n    assert 'torch' not in sys.modules"
     ran = subprocess.run([sys.executable, "-c", code, *args], capture_output=True, text=True, timeout=60, check=False)
     assert "Traceback" not in ran.stderr
-    assert ran.returncode in (0, 1)
+    assert ran.returncode in ((2,) if args[0] == "doctor" else (0, 1))
 
 
 def test_a_bug_keeps_its_traceback(ddtree: Command, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from ddtree import __version__
 from ddtree.cli import commands
+from ddtree.cli.doctor import doctor
 from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.cli.serve import serve
 from ddtree.errors import DDTreeError
@@ -94,6 +95,7 @@ app.command()(commands.generate)
 app.command()(commands.smoke)
 app.command()(commands.bench)
 app.command()(commands.models)
+app.command()(doctor)
 
 
 def main() -> None:

@@ -1,0 +1,232 @@
+"""Facts to the view that rules read: plain dicts, with what follows from several facts worked out once.
+
+Every value that is not known is None. `Free` marks mappings whose keys are open, such as package names.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from packaging.version import InvalidVersion, Version
+
+from ddtree.doctor.cards import cards
+from ddtree.doctor.facts import Checkpoint, Facts, Import, Torch
+from ddtree.doctor.rules import Tables, satisfies
+
+MODULES = {
+    "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
+    "apache-tvm-ffi": "tvm_ffi", "sglang": "sglang.srt.entrypoints.http_server",
+}  # fmt: skip
+PACKAGES_OF = {module: package for package, module in reversed(MODULES.items())} | {
+    "ddtree.engine": "ddtree",
+    "ddtree.models": "ddtree",
+}
+NO_MODULE = re.compile(r"No module named '?([\w.]+)")
+NO_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
+BRIEF = 300  # characters of an error in a finding
+
+
+class Free(dict[str, Any]):
+    """A mapping that may be asked for any key."""
+
+
+def view(facts: Facts, tables: Tables) -> dict[str, Any]:
+    """What rules may name. The lists are those that a rule's `each` may go through."""
+    plain = asdict(facts)
+    row = _set_row(facts, tables)
+    imports = _imports(facts)
+    worked = {entry["module"]: entry["ok"] for entry in imports}
+    gpus = cards(facts, tables)
+    return {
+        "asked": {key: "auto" if value is None else value for key, value in plain["asked"].items()},
+        "system": plain["system"] | {"environment": Free(facts.system.environment)},
+        "driver": plain["driver"] | {"cuda_major": _major(facts.driver.cuda), "listed": len(facts.driver.bus_ids)},
+        "port": plain["port"] | {"ephemeral": _ephemeral(facts)},
+        "torch": _torch(facts.torch),
+        "packages": Free(facts.packages),
+        "public": Free({name: version.split("+")[0] for name, version in facts.packages.items()}),
+        "kernel": (plain["kernel"] or {"version": None}) | {"cuda": _kernel_cuda(facts, row)},
+        "known": Free(row or {}),
+        "repair": {"kernel": _repair(facts, row)},
+        "worked": Free(worked),
+        "model": _checkpoint(facts.model),
+        "drafter": _checkpoint(facts.drafter),
+        "cards": {
+            "count": len(gpus),
+            "usable": sum(gpu["usable"] for gpu in gpus),
+            "free_mib": sum(gpu["free_mib"] or 0 for gpu in gpus if gpu["usable"]),
+            "memory_mib": sum(gpu["memory_mib"] or 0 for gpu in gpus if gpu["usable"]),
+        },
+        "need": {"weights_mib": weights(facts), "each_mib": _each(facts, gpus)},
+        "gpus": gpus,
+        "imports": imports,
+        "mismatches": _mismatches(facts, row, worked),
+        "requirements": _broken(facts, row),
+        "libraries": _libraries(facts, tables, worked),
+        "spaces": [asdict(space) | {"needed_mib": _needed(space.purpose, facts)} for space in facts.system.spaces],
+    }
+
+
+def weights(facts: Facts) -> int | None:
+    """MiB of both models' weights; None where the target's are not known."""
+    if facts.model is None or facts.model.weights_mib is None or facts.model.state != "here":
+        return None
+    drafter = facts.drafter.weights_mib if facts.drafter else 0
+    return facts.model.weights_mib + (drafter or 0)
+
+
+def is_older(installed: str, wanted: str) -> bool | None:
+    """Whether a version is below another; None where one of them is no version."""
+    try:
+        return Version(installed.split("+")[0]) < Version(wanted)
+    except InvalidVersion:
+        return None
+
+
+def brief(text: str | None, limit: int = BRIEF) -> str | None:
+    """On one line, shortened in the middle."""
+    if text is None:
+        return None
+    line = " ".join(text.split())
+    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
+
+
+def _torch(torch: Torch | None) -> dict[str, Any]:
+    blank = dict.fromkeys(("version", "cuda", "hip", "archs", "available", "devices", "said"))
+    found = asdict(torch) if torch else blank
+    return found | {"cuda_major": _major(found["cuda"])}
+
+
+def _checkpoint(found: Checkpoint | None) -> dict[str, Any]:
+    blank = dict.fromkeys(("name", "state", "folder", "problem", "weights_mib", "refusal", "misfit"))
+    return (asdict(found) if found else blank) | {"config": Free(found.config if found else {})}
+
+
+def _major(version: str | None) -> int | None:
+    found = re.match(r"\d+", version or "")
+    return int(found[0]) if found else None
+
+
+def _ephemeral(facts: Facts) -> bool | None:
+    span = facts.system.ephemeral
+    return span[0] <= facts.port.number <= span[1] if len(span) == 2 else None
+
+
+def _imports(facts: Facts) -> list[dict[str, Any]]:
+    entries: list[dict[str, Any]] = []
+    for tried in facts.imports:
+        error = tried.error or ""
+        package = PACKAGES_OF.get(tried.module, tried.module)
+        module, library = NO_MODULE.search(error), NO_LIBRARY.search(error)
+        cause = next((entry["module"] for entry in entries if _same(entry, tried)), None)
+        entries.append(
+            asdict(tried)
+            | {
+                "brief": brief(_crash(tried) if tried.signal else error) or None,
+                "package": package,
+                "version": facts.packages.get(package),
+                "no_module": module[1] if module else None,
+                "no_library": library[1] if library else None,
+                "cause": cause,
+            }
+        )
+    return entries
+
+
+def _crash(tried: Import) -> str:
+    """The signal, what Python says of it, and the innermost place."""
+    text = tried.error or ""
+    begin = text.find("Fatal Python error")
+    lines = [line.strip() for line in text[max(begin, 0) :].splitlines()]
+    kept = [line for line in lines if line and not line.startswith(("Current thread", "Thread 0x"))]
+    return " ".join([f"ended by {tried.signal}", *(kept[:2] if begin >= 0 else kept[-1:])])
+
+
+def _same(earlier: Mapping[str, Any], tried: Import) -> bool:
+    """Whether an earlier import failed of the same: one signal, or the same last line of the error."""
+    if earlier["ok"] or tried.ok or earlier["timed_out"] or tried.timed_out:
+        return False
+    if earlier["signal"] or tried.signal:
+        return bool(earlier["signal"] == tried.signal)
+    lines = [(text or "").strip().splitlines()[-1:] for text in (earlier["error"], tried.error)]
+    return bool(lines[0]) and lines[0] == lines[1]
+
+
+def _set_row(facts: Facts, tables: Tables) -> Mapping[str, Any] | None:
+    version = facts.packages.get("sglang")
+    return tables.sets.get(version.split("+")[0]) if version else None
+
+
+def _kernel_cuda(facts: Facts, row: Mapping[str, Any] | None) -> int | None:
+    if facts.kernel is None:
+        return None
+    return _major(facts.kernel.cuda) or (_major(str(row["cuda"])) if row and "cuda" in row else None)
+
+
+def _repair(facts: Facts, row: Mapping[str, Any] | None) -> str:
+    """The command that puts torch and SGLang's kernels back to a pair that belongs together."""
+    known = row or {}
+    pins = [f'"{name}=={known[name]}"' for name in ("torch", "sglang-kernel") if name in known]
+    whole = f'"sglang=={facts.packages.get("sglang")}"'  # pip then takes what that release declares
+    return f"pip install --force-reinstall {' '.join(pins) or whole}"
+
+
+def _mismatches(facts: Facts, row: Mapping[str, Any] | None, worked: Mapping[str, bool]) -> list[dict[str, Any]]:
+    """What differs from the known set of the installed sglang; without one, from the exact pins it declares."""
+    if facts.asked.engine != "sglang" or "sglang" not in facts.packages:
+        return []
+    pins = {
+        entry.package: entry.wanted.removeprefix("==")
+        for entry in facts.requirements
+        if entry.by == "sglang" and re.fullmatch(r"==[\w.+!]+", entry.wanted)
+    }
+    wanted = pins | {name: str(value) for name, value in (row or {}).items() if name not in ("sglang", "cuda")}
+    found = []
+    for package, version in wanted.items():
+        installed = facts.packages.get(package)
+        if installed is None or installed.split("+")[0] == version.split("+")[0]:
+            continue
+        module = MODULES.get(package, package)
+        found.append(
+            {"package": package, "installed": installed, "wanted": version, "older": is_older(installed, version),
+             "works": worked.get(module)}
+        )  # fmt: skip
+    return found
+
+
+def _broken(facts: Facts, row: Mapping[str, Any] | None) -> list[dict[str, Any]]:
+    """Declared requirements that are not met, but those that the known set judges already."""
+    found = []
+    judged = set(row or ()) | set(facts.packages if row is None else ())
+    for entry in facts.requirements:
+        if entry.by == "sglang" and entry.package in judged and entry.installed is not None:
+            continue
+        if entry.installed is None or satisfies(entry.installed, entry.wanted) is False:
+            spec = f"{entry.package}{entry.wanted}"
+            found.append(asdict(entry) | {"found": entry.installed or "nothing", "spec": spec})
+    return found
+
+
+def _libraries(facts: Facts, tables: Tables, worked: Mapping[str, bool]) -> list[dict[str, Any]]:
+    return [
+        {"name": name, "loads": loads, "needed_by": tables.libraries[name]["needed_by"],
+         "works": worked.get(tables.libraries[name]["module"]), "mend": tables.libraries[name]["mend"]}
+        for name, loads in facts.libraries.items()
+        if name in tables.libraries
+    ]  # fmt: skip
+
+
+def _each(facts: Facts, gpus: Sequence[Mapping[str, Any]]) -> int | None:
+    """MiB of weights on one card: all of them in the embedded engine, a share where SGLang spreads them."""
+    total = weights(facts)
+    usable = sum(gpu["usable"] for gpu in gpus) or 1
+    return None if total is None else total if facts.asked.engine == "embedded" else -(-total // usable)
+
+
+def _needed(purpose: str, facts: Facts) -> int:
+    """MiB that will be written there."""
+    fetching = [found for found in (facts.model, facts.drafter) if found and found.state == "to fetch"]
+    if purpose == "models of ddtree":
+        return sum(found.weights_mib or 0 for found in fetching) + 64
+    return 512 if purpose == "compiled kernels" and facts.gpus else 64
