@@ -17,6 +17,8 @@ from ddtree.target import LlamaTarget, Target
 
 LIBRARIES = 256 * 2**20  # bytes on a GPU: cuBLAS's own, compiled kernels, the nodes of graphs, the allocator's rounding
 _FLOAT, _COPIES = 4, 4  # bytes of a float32; copies of its rows in float32 that a sampler on the host makes
+# A product by kernels keeps its sum in up to 8 parts, fewer where there are many columns (kernels.matmul.pick_splits).
+_PARTS, _MOST_COLUMNS = 8, 24_576
 
 
 def device_memory(device: torch.device) -> Memory | None:
@@ -140,6 +142,8 @@ class Planner:
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)
+        if self._kernels:
+            size += batch * rows * min(_PARTS * self._target.hidden, _MOST_COLUMNS) * _FLOAT
         if self._drafter is not None:
             kept = batch * (1 + self._depths) * self._target.features * self._dtype.itemsize
             size += kept + self._drafter.states(batch * self._block)
