@@ -11,6 +11,7 @@ from ddtree.config import Speculation
 from ddtree.engine import Engine
 from ddtree.engine.observer import STAGES, RoundRecord, Unobserved
 from ddtree.engine.round import Batch, run_round
+from ddtree.engine.runner import recording
 from gpu_shapes import Made, batch_at, with_draft_in_8_bits
 from gpu_timing import alternate_blocks, spread, step_ms, summary
 
@@ -127,7 +128,7 @@ class Prefixes:
             self.restore()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        with recording(graph):
             run()
         self.restore()
         return graph.replay

@@ -48,7 +48,7 @@ class Unset(int):
 
 
 # (tree_budget, tree_top_k) by torch's type of a device: the fastest that were measured (docs/log.md)
-TREES = {"cpu": (5, 8), "cuda": (31, 16)}
+TREES = {"cpu": (5, 8), "cuda": (15, 16)}
 
 
 @dataclass(frozen=True)

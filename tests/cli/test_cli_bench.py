@@ -69,7 +69,7 @@ def test_budgets_are_modes_of_their_own(ddtree: Command, engines: list[FakeEngin
     assert engines[1].config.max_running_requests == 1, "answers come one after another"
 
 
-@pytest.mark.parametrize(("device", "settled"), [("cpu", (5, 8)), ("cuda", (31, 16))])
+@pytest.mark.parametrize(("device", "settled"), [("cpu", (5, 8)), ("cuda", (15, 16))])
 def test_the_report_names_the_numbers_that_the_device_was_given(
     ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.MonkeyPatch, device: str, settled: tuple[int, int]
 ) -> None:

@@ -251,15 +251,15 @@ def test_trees_that_nobody_chose_follow_the_device(observe: Any, command: str) -
         speculation = config.speculation.settled("cuda")
         return speculation.tree_budget, speculation.tree_top_k
 
-    assert settled() == (31, 16)
+    assert settled() == (15, 16)
     assert settled("--tree-budget", "5") == (5, 16)
-    assert settled("--tree-top-k", "8") == (31, 8)
+    assert settled("--tree-top-k", "8") == (15, 8)
 
 
 @pytest.mark.parametrize("command", ["generate", "serve", "bench"])
 def test_help_tells_the_defaults_of_trees(ddtree: Command, command: str) -> None:
     shown = " ".join(ddtree(command, "--help").out.split())
-    assert "default: 5 on a CPU, 31 on a GPU" in shown
+    assert "default: 5 on a CPU, 15 on a GPU" in shown
     assert "default: 8 on a CPU, 16 on a GPU" in shown
 
 

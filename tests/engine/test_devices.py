@@ -8,7 +8,7 @@ import torch
 from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine
-from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.engine.device import choose_device, choose_dtype, standing_on
 from ddtree.engine.runner import DeviceRunner
 from ddtree.errors import InvalidOption
 from ddtree.target import LlamaTarget
@@ -117,3 +117,10 @@ def test_auto_picks_a_dtype_that_the_processor_computes_in() -> None:
     for name in DEVICES:
         assert choose_dtype("auto", torch.device(name)) in (torch.bfloat16, torch.float32)
     assert choose_dtype("float16", torch.device("cpu")) is torch.float16
+
+
+def test_kernels_are_launched_on_the_chosen_gpu() -> None:
+    """The device of a tensor does not choose: torch's current one does, in each thread anew."""
+    assert isinstance(standing_on(torch.device("cuda:1")), torch.cuda.device)
+    with standing_on(torch.device("cpu")):
+        pass

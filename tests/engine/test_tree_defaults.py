@@ -18,25 +18,25 @@ def numbers(speculation: Speculation) -> tuple[int, int]:
 @pytest.mark.parametrize("mode", MODES)
 def test_what_is_left_out_follows_the_device_and_what_is_given_stays(mode):
     assert numbers(Speculation(mode).settled("cpu")) == (5, 8)
-    assert numbers(Speculation(mode).settled("cuda")) == (31, 16)
+    assert numbers(Speculation(mode).settled("cuda")) == (15, 16)
     assert numbers(Speculation(mode, tree_budget=5).settled("cuda")) == (5, 16)
-    assert numbers(Speculation(mode, tree_top_k=8).settled("cuda")) == (31, 8)
+    assert numbers(Speculation(mode, tree_top_k=8).settled("cuda")) == (15, 8)
     assert numbers(Speculation(mode, 63, 4).settled("cpu")) == (63, 4)
     assert numbers(Speculation(mode).settled("some other device")) == (5, 8)
-    assert Speculation(mode, tree_spine=3).settled("cuda") == Speculation(mode, 31, 16, 3)
+    assert Speculation(mode, tree_spine=3).settled("cuda") == Speculation(mode, 15, 16, 3)
 
 
 def test_settling_twice_and_other_modes_of_it_change_nothing():
     settled = Speculation("tree").settled("cpu")
     assert numbers(settled.settled("cuda")) == (5, 8)
     assert numbers(replace(settled, mode="linear").settled("cuda")) == (5, 8)
-    assert numbers(replace(Speculation("tree"), mode="shadow-linear").settled("cuda")) == (31, 16)
+    assert numbers(replace(Speculation("tree"), mode="shadow-linear").settled("cuda")) == (15, 16)
 
 
 def test_a_budget_that_nobody_chose_fits_the_largest():
     assert EngineConfig(max_tree_budget=3).largest_budget == 3
     assert numbers(Speculation().settled("cpu", 3)) == (3, 8)
-    assert numbers(Speculation().settled("cuda", 20)) == (20, 16)
+    assert numbers(Speculation().settled("cuda", 12)) == (12, 16)
     with pytest.raises(InvalidOption, match="max_tree_budget must be from 5"):
         EngineConfig(speculation=Speculation(tree_budget=5), max_tree_budget=3)
     with pytest.raises(InvalidOption, match="max_tree_budget must be from 1"):
@@ -74,8 +74,8 @@ def test_an_engine_on_a_gpu_takes_the_gpu_s(monkeypatch):
     drafter = ScriptedDrafter(lambda history: [[0.0] * 4] * 3, 4)
     engine = scripted_engine(target, drafter, mode="shadow-linear")
     assert engine.info()["speculation"] == {
-        "mode": "shadow-linear", "tree_budget": 31, "tree_top_k": 16, "tree_spine": 0,
+        "mode": "shadow-linear", "tree_budget": 15, "tree_top_k": 16, "tree_spine": 0,
     }  # fmt: skip
     assert numbers(engine.settled(Speculation("tree", tree_budget=15))) == (15, 16)
     assert numbers(scripted_engine(target, drafter, tree_budget=7).speculation) == (7, 16)
-    assert numbers(engine.without_drafter().speculation) == (31, 16)
+    assert numbers(engine.without_drafter().speculation) == (15, 16)

@@ -1,6 +1,7 @@
 """Which device and which dtype a run gets."""
 
 import re
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
@@ -19,6 +20,11 @@ def choose_device(name: str) -> torch.device:
     if index >= found:
         raise InvalidOption(f"device {name!r} is not there: torch sees {found} GPUs; choose cpu", param="device")
     return torch.device("cuda", index)
+
+
+def standing_on(device: torch.device) -> AbstractContextManager[object]:
+    """Makes a GPU the thread's current one: kernels are launched there, wherever their tensors lie."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

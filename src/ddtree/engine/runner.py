@@ -1,7 +1,9 @@
 """Runs rounds of a batch: at once on a CPU; as a captured graph, one round ahead of the host, on a GPU."""
 
+import gc
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -241,7 +243,7 @@ class DeviceRunner:
         torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
+        with recording(graph, self._pool):
             captured.verdict = run_round(batch)
         captured.graph = graph
 
@@ -256,6 +258,21 @@ class DeviceRunner:
         ready = torch.cuda.Event()
         ready.record()
         return Pending(verdict.logits, captured.batch.state.path, report, ready)
+
+
+@contextmanager
+def recording(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]:
+    """Launches within it become the graph. Nothing is freed meanwhile: a tensor or a graph that Python collects in the
+    middle of a recording would invalidate it.
+    """
+    collects = gc.isenabled()
+    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+        gc.disable()  # after torch's own collection, which comes first
+        try:
+            yield
+        finally:
+            if collects:
+                gc.enable()
 
 
 def _static(cache: KVCache, slots: list[int]) -> KVCache:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ddtree.config import SamplingParams, Speculation
 from ddtree.drafter import Drafter
+from ddtree.engine.device import standing_on
 from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.observer import Observer, RoundRecord, Unobserved
 from ddtree.engine.request import Request
@@ -121,10 +122,11 @@ class Scheduler:
         Before the first request: so none waits for a kernel to be compiled. It is done on the spare slot, and leaves
         nothing behind.
         """
-        for size in sorted({*WARM_UP_ROWS, self._chunk}):
-            if size <= self._store.length:
-                self._forward(self._store.spare, [0] * size, 0)
-        self._runner.prepare(lane, self._store.count)
+        with standing_on(self._target.spec.device):
+            for size in sorted({*WARM_UP_ROWS, self._chunk}):
+                if size <= self._store.length:
+                    self._forward(self._store.spare, [0] * size, 0)
+            self._runner.prepare(lane, self._store.count)
 
     @torch.inference_mode()
     def step(self) -> News:
@@ -132,6 +134,10 @@ class Scheduler:
 
         First tokens are handed out before the round, which is the next step then: nobody waits for a round to be read.
         """
+        with standing_on(self._target.spec.device):
+            return self._step()
+
+    def _step(self) -> News:
         news: News = []
         if not self._round_is_due:
             news = self._prefill()

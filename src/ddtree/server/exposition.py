@@ -13,6 +13,7 @@ from ddtree.server.worker import EngineWorker
 
 Labels = Mapping[str, str]
 FINISH_REASONS = ("stop", "length", "abort", "error")
+STAGES_HELP = "Time in each stage; on a GPU, of its launches, and only of rounds that are no CUDA graph."
 
 
 class Exposition(Collector):
@@ -95,7 +96,11 @@ class Exposition(Collector):
         ):
             yield _histogram(f"ddtree_{name}", said, histogram)
         stages = [({"stage": name}, clock.seconds) for name, clock in m.stages.copy().items()]
-        yield _counters("ddtree_stage_seconds", "Time in each stage; on a GPU, of its launches.", stages)
+        yield _counters(
+            "ddtree_stage_seconds",
+            STAGES_HELP,
+            stages,
+        )
 
     def _state(self) -> Iterator[Any]:
         stats = self._worker.stats()

@@ -129,7 +129,10 @@ class Metrics:
     # The engine's observer.
 
     def stage(self, name: str) -> StageClock:
-        """A context around one stage. It waits for no device: on a GPU a stage's time is that of its launches."""
+        """A context around one stage. It waits for no device: on a GPU a stage's time is that of its launches.
+
+        A round that is one CUDA graph has no stages.
+        """
         clock = self.stages.get(name)
         if clock is None:
             clock = self.stages[name] = StageClock()
