@@ -11,7 +11,7 @@ from torch import Tensor
 from ddtree.config import SamplingParams
 from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler, greedy
-from ddtree.kernels import Plan, PlanRow, accept, accept_and_cut, advance, build, choose, propose, settle
+from ddtree.kernels import Plan, PlanRow, accept, advance, build, choose, propose, settle
 from ddtree.kernels.choose import ChooseTiles
 from ddtree.kernels.select import SelectTiles, select
 from ddtree.tree import Nodes, RoundState, best_first, chain, cut, largest, top_k, union
@@ -183,14 +183,9 @@ def check_accept(batch: int, width: int, depth: int, device: str) -> None:
     member = state.member[:, :width]
     for taken in (None, member):
         wanted = accept_by_torch(state.rows, own, depth, taken)
-        alone = accept(state.rows, own, depth, taken)
-        found, kept, ended = accept_and_cut(state.rows, own, depth, taken, state.remaining, ends)
+        found = accept(state.rows, own, depth, taken)
         for name in ("path", "count", "tokens"):
-            same(getattr(alone, name), getattr(wanted, name), name)
             same(getattr(found, name), getattr(wanted, name), name)
-        wanted_kept, wanted_ended = cut(wanted.tokens, wanted.count + 1, state.remaining, ends)
-        same(kept, wanted_kept, "kept")
-        same(ended, wanted_ended, "ended")
     theirs = RoundState(**{k: v.clone() if isinstance(v, Tensor) else v for k, v in vars(state).items()})
     commit_by_torch(theirs, own, ends)
     ended = torch.zeros(batch, dtype=torch.bool, device=device)

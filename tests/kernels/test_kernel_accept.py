@@ -5,7 +5,7 @@ import random
 import pytest
 import torch
 
-from ddtree.kernels import accept, accept_and_cut, advance, settle
+from ddtree.kernels import accept, advance, settle
 from ddtree.tree import Nodes, RoundState, cut
 from ddtree.tree import accept as reference
 
@@ -62,26 +62,15 @@ def test_accept(seed: int, device: torch.device) -> None:
     equal(accept(state.rows, own.to(device), depth, member), reference(state.rows, own.to(device), depth, member))
 
 
-@pytest.mark.parametrize("seed", range(10))
-def test_accept_and_cut(seed: int, device: torch.device) -> None:
-    state, own = random_state(4, 20, 8, 5, 100 + seed)
-    state, own = move(state, device), own.to(device)
-    remaining = torch.randint(0, 10, (4,), device=device)
-    ends = torch.randint(-2, 5, (4, 1 + seed % 3), device=device)
-    found, kept, ended = accept_and_cut(state.rows, own, 8, None, remaining, ends)
-    wanted = reference(state.rows, own, 8)
-    equal(found, wanted)
-    wanted_kept, wanted_ended = cut(wanted.tokens, wanted.count + 1, remaining, ends)
-    assert torch.equal(kept, wanted_kept)
-    assert torch.equal(ended, wanted_ended)
-
-
 def test_no_end_tokens(device: torch.device) -> None:
     state, own = random_state(2, 9, 4, 5, 1)
     state, own = move(state, device), own.to(device)
-    ends = torch.empty((2, 0), dtype=torch.int64, device=device)
-    found, kept, ended = accept_and_cut(state.rows, own, 4, None, torch.tensor([9, 1], device=device), ends)
-    assert kept.tolist() == [int(found.count[0]) + 1, 1]
+    state.done.fill_(False)
+    state.remaining.copy_(torch.tensor([9, 1]))
+    count = reference(state.rows, own, state.path.shape[1] - 1).count
+    ended = torch.ones(2, dtype=torch.bool, device=device)
+    settle(state, own, torch.empty((2, 0), dtype=torch.int64, device=device), ended, members=False)
+    assert state.n_committed.tolist() == [int(count[0]) + 1, 1]
     assert not ended.any()
 
 

@@ -4,7 +4,7 @@ Importing this room needs no triton; calling a kernel does. All of them fit into
 synchronisation, no allocation that depends on data. The Triton side of a module is in the one named `_jit`.
 """
 
-from ddtree.kernels.accept import accept, accept_and_cut, advance, settle
+from ddtree.kernels.accept import accept, advance, settle
 from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
 from ddtree.kernels.build import Plan, PlanRow, build
 from ddtree.kernels.choose import choose
@@ -26,7 +26,6 @@ __all__ = [
     "Rounded",
     "Tiles",
     "accept",
-    "accept_and_cut",
     "add_norm",
     "advance",
     "build",

@@ -21,22 +21,6 @@ def accept(rows: Rows, own: Tensor, depth: int, member: Tensor | None = None) ->
     return found
 
 
-def accept_and_cut(
-    rows: Rows, own: Tensor, depth: int, member: Tensor | None, remaining: Tensor, ends: Tensor
-) -> tuple[Accepted, Tensor, Tensor]:
-    """accept, and cut of its tokens, in one launch: see ddtree.tree.cut.
-
-    Args:
-        remaining: [B] int64, tokens a sequence may still commit.
-        ends: [B, E] int64 contiguous, end-of-sequence ids (-2 where there is none).
-    Returns: what accept gives, kept [B] int64 and ended [B] bool.
-    """
-    found = _accepted(own, depth)
-    kept, ended = torch.empty_like(found.count), torch.empty_like(found.count, dtype=torch.bool)
-    _launch(rows, own, member, found, (remaining, ends, None, kept, ended))
-    return found, kept, ended
-
-
 def settle(state: RoundState, own: Tensor, ends: Tensor, ended: Tensor, *, members: bool = True) -> None:
     """What a round accepted, into state.path, n_accepted, committed and n_committed; finished sequences keep nothing.
 

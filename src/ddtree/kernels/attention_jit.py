@@ -3,7 +3,7 @@
 """Triton kernels of `ddtree.kernels.attention`. Import it only where triton is there.
 
 A state (peak, total, acc) stands for some keys. In the row-invariant form (INSIDE 0) a row at position p has one for
-its tail, the keys from `_tail_begin(p)` on, gathered in the order of its path, and one for what each chunk holds before
+its tail, the keys from `tail_begin(p)` on, gathered in the order of its path, and one for what each chunk holds before
 that: chunks are at fixed absolute positions, and all their keys are committed whatever the row's depth. So which states
 a row has, and how each is made, depends on its position alone, and they are made independently, in one launch.
 What adds up in an order that a layout of threads could change happens in tiles of one shape under one number of warps;
@@ -16,7 +16,10 @@ by place.
 import triton
 import triton.language as tl
 
+from ddtree.kernels.attention_merge_jit import chunk_of, edge_of, floor_to, merge_kernel, merge_states, tail_begin
 from ddtree.kernels.common_jit import announce, await_forerunner, follow
+
+__all__ = ["attend_kernel", "merge_kernel", "paths_kernel"]
 
 _ROUND = ["n", "length", "chunks", "blocks", "spaces", "depths_b", "ancestors_b", "ancestors_n"]
 
@@ -63,34 +66,6 @@ def _load(base, place, ok, HD: tl.constexpr, HDP: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
-def _floor(value, step: tl.constexpr):
-    """The largest multiple of step that is not above value, and not below 0."""
-    return tl.maximum(value, 0) // step * step
-
-
-@triton.jit
-def _tail_begin(position, KEYS: tl.constexpr, DEEPEST: tl.constexpr):
-    """Where a row's tail begins: on a tile's edge, and not after its root, which is less than DEEPEST before it."""
-    return _floor(position - (DEEPEST - 1), KEYS)
-
-
-@triton.jit
-def _chunk_of(position, FIRST: tl.constexpr):
-    """The chunk that holds a position: see chunk_bounds in ddtree.kernels.attention."""
-    doubling = (tl.maximum(position // (16 * FIRST), 1).to(tl.float32).to(tl.int32, bitcast=True) >> 23) - 127
-    far = 16 + 8 * doubling + ((position // (2 * FIRST) >> doubling) - 8)
-    return tl.where(position < 16 * FIRST, position // FIRST, far)
-
-
-@triton.jit
-def _edge(chunk, FIRST: tl.constexpr):
-    """Where a chunk begins."""
-    behind = tl.maximum(chunk - 16, 0)
-    far = ((behind % 8 + 8) * (2 * FIRST)) << (behind // 8)
-    return tl.where(chunk < 16, chunk * FIRST, far)
-
-
-@triton.jit
 def _prefetch(base, begin, count, HD: tl.constexpr):
     """Ask for `count` keys or values of a head, dense in memory, to be brought into the L2 cache. Not before Hopper."""
     piece = count * HD // 128  # of every thread; whole tiles make multiples of 16 bytes
@@ -120,12 +95,12 @@ def _ask_for_keys(
         tails = n
     which = tl.maximum(place - tails, 0)
     chunk = chunks - 1 - which // blocks
-    begin, end = _edge(chunk, FIRST), tl.minimum(_edge(chunk + 1, FIRST), start)
+    begin, end = edge_of(chunk, FIRST), tl.minimum(edge_of(chunk + 1, FIRST), start)
     if WINDOW:
-        begin = tl.maximum(begin, _floor(start - WINDOW + 1, KEYS))
+        begin = tl.maximum(begin, floor_to(start - WINDOW + 1, KEYS))
     mine = which % blocks == 0
     if place < tails:
-        begin, end, mine = _tail_begin(start, KEYS, DEEPEST), start, place == 0
+        begin, end, mine = tail_begin(start, KEYS, DEEPEST), start, place == 0
     if mine & (begin < end):
         _prefetch(keys, begin, end - begin, HD)
         _prefetch(keys + tl.cast(length, tl.int64) * (KV * HD), begin, end - begin, HD)
@@ -221,7 +196,7 @@ def _fold_tail(
     g, d = tl.arange(0, TAIL_ROWS), tl.arange(0, HDP)
     live = g < G
     at = (b.to(tl.int64) * n + i) * (KV * G) + head * G + g
-    begin = _tail_begin(position, KEYS, DEEPEST)
+    begin = tail_begin(position, KEYS, DEEPEST)
     peak = tl.full([TAIL_ROWS], float("-inf"), tl.float32)
     total = tl.zeros([TAIL_ROWS], tl.float32)
     acc = tl.zeros([TAIL_ROWS, HDP], tl.float32)
@@ -239,53 +214,6 @@ def _fold_tail(
             q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
         peak, total, acc = _fold(q, k, v, seen[None, :], peak, total, acc, SCALE, True)
     _store_state(peak_out, total_out, acc_out, out_at + g, live, peak, total, acc, HD, HDP)
-
-
-@triton.jit
-def _merge(
-    peak_in, total_in, acc_in, out, i, b, head, start, depth, n, chunks,
-    G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, KEYS: tl.constexpr,
-    DEEPEST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, MERGE: tl.constexpr,
-):  # fmt: skip
-    """The answer of row i from its states: the chunks' in order, then the tail's, MERGE at once."""
-    position = start + depth
-    first_key = 0
-    if WINDOW:
-        first_key = tl.maximum(position - WINDOW + 1, 0)
-    behind = start + n  # the keys in chunks
-    if INSIDE == 0:
-        behind = _tail_begin(position, KEYS, DEEPEST)
-    chunk_0 = tl.where(first_key < behind, _chunk_of(first_key, FIRST), 0)
-    chunk_1 = tl.where(first_key < behind, _chunk_of(tl.maximum(behind - 1, 0), FIRST), -1)
-    last = chunk_1
-    if INSIDE == 0:
-        last = chunk_1 + 1  # the tail's state lies behind those of all chunks
-    g, d, c = tl.arange(0, GP), tl.arange(0, HDP), tl.arange(0, MERGE)
-    line = (b.to(tl.int64) * KV + head) * (chunks + 1)
-    peak = tl.full([GP], float("-inf"), tl.float32)
-    total = tl.zeros([GP], tl.float32)
-    acc = tl.zeros([GP, HDP], tl.float32)
-    for first in tl.range(chunk_0 // MERGE * MERGE, last + 1, MERGE, num_stages=1):
-        chunk = first + c
-        ok = ((chunk >= chunk_0) & (chunk <= last))[:, None] & (g < G)[None, :]
-        at = (line + tl.where(chunk > chunk_1, chunks, chunk))[:, None] * (n * G) + i * G + g[None, :]
-        part = tl.load(
-            acc_in + at[:, :, None] * HD + d[None, None, :], mask=ok[:, :, None] & (d < HD), other=0.0,
-            cache_modifier=".cg",
-        )  # fmt: skip
-        part_m = tl.load(peak_in + at, mask=ok, other=float("-inf"), cache_modifier=".cg")
-        part_l = tl.load(total_in + at, mask=ok, other=0.0, cache_modifier=".cg")
-        new = tl.maximum(peak, tl.max(part_m, 0))
-        safe = tl.where(new == float("-inf"), 0.0, new)
-        weight = tl.exp2(part_m - safe[None, :])
-        alpha = tl.exp2(peak - safe)
-        total = tl.fma(total, alpha, tl.sum(weight * part_l, 0))
-        acc = tl.fma(acc, tl.broadcast_to(alpha[:, None], [GP, HDP]), tl.sum(weight[:, :, None] * part, 0))
-        peak = new
-    at = (b.to(tl.int64) * n + i) * (KV * G) + head * G + g
-    whole = tl.where(total == 0.0, 1.0, total)  # the lanes that fill up the group
-    answer = (acc / whole[:, None]).to(out.dtype.element_ty)
-    tl.store(out + at[:, None] * HD + d[None, :], answer, mask=(g < G)[:, None] & (d < HD)[None, :])
 
 
 @triton.jit(do_not_specialize=_ROUND)
@@ -327,13 +255,13 @@ def attend_kernel(
     position = start + depth
     tail, last, committed = position, start + n, start // KEYS * KEYS
     if INSIDE == 0:
-        tail = _tail_begin(position, KEYS, DEEPEST)
+        tail = tail_begin(position, KEYS, DEEPEST)
         last = tl.max(tail, 0)
         committed = last
     left = 0
     if WINDOW:
-        left = _floor(start - WINDOW + 1, KEYS)  # no row stands before start
-    begin, end = tl.maximum(_edge(chunk, FIRST), left), tl.minimum(_edge(chunk + 1, FIRST), last)
+        left = floor_to(start - WINDOW + 1, KEYS)  # no row stands before start
+    begin, end = tl.maximum(edge_of(chunk, FIRST), left), tl.minimum(edge_of(chunk + 1, FIRST), last)
     states = line.to(tl.int64) * (chunks + 1)
     if place < tails:
         i = place
@@ -350,7 +278,7 @@ def attend_kernel(
             SCALE, G, KV, HD, HDP, ROWS, KEYS, WINDOW, INSIDE,
         )  # fmt: skip
     if WHOLE and ((place < tails) | (begin < end)):
-        full = tl.where(left < last, _chunk_of(tl.maximum(last - 1, 0), FIRST) - _chunk_of(left, FIRST) + 1, 0)
+        full = tl.where(left < last, chunk_of(tl.maximum(last - 1, 0), FIRST) - chunk_of(left, FIRST) + 1, 0)
         tl.debug_barrier()  # this program's state is written before it is announced
         before = tl.atomic_add(arrived + line, 1, sem="acq_rel")
         if before == tails + full - 1:
@@ -359,27 +287,7 @@ def attend_kernel(
                 own = i
                 if INSIDE < 2:
                     own = tl.load(depths + b * depths_b + i).to(tl.int32)
-                _merge(
+                merge_states(
                     peak_io, total_io, acc_io, out, i, b, head, start, own, n, chunks,
                     G, GP, KV, HD, HDP, KEYS, DEEPEST, FIRST, WINDOW, INSIDE, MERGE,
                 )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n", "chunks", "depths_b"])
-def merge_kernel(
-    starts, depths, peak_in, total_in, acc_in, out, n, chunks, depths_b,
-    G: tl.constexpr, GP: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, KEYS: tl.constexpr,
-    DEEPEST: tl.constexpr, FIRST: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, MERGE: tl.constexpr,
-    overlap: tl.constexpr,
-):  # fmt: skip
-    """The answer of one row and key head."""
-    follow(overlap)
-    i, head, b = tl.program_id(0), tl.program_id(1), tl.program_id(2)
-    start = tl.load(starts + b).to(tl.int32)
-    depth = i
-    if INSIDE < 2:
-        depth = tl.load(depths + b * depths_b + i).to(tl.int32)
-    _merge(
-        peak_in, total_in, acc_in, out, i, b, head, start, depth, n, chunks,
-        G, GP, KV, HD, HDP, KEYS, DEEPEST, FIRST, WINDOW, INSIDE, MERGE,
-    )  # fmt: skip
