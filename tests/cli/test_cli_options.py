@@ -24,6 +24,7 @@ LOADING: dict[str, list[str]] = {
     "tree_budget": ["--tree-budget", "63"],
     "tree_top_k": ["--tree-top-k", "5"],
     "tree_spine": ["--tree-spine", "3"],
+    "tree_context": ["--tree-context", "mix"],
     "device": ["--device", "cuda:1"],
     "dtype": ["--dtype", "bfloat16"],
     "max_model_len": ["--max-model-len", "777"],
