@@ -25,7 +25,7 @@ from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine, ops
 from ddtree.engine.context import SequenceContext
 from ddtree.engine.modes import MODES, depths_needed, lay_out, ranks_needed
-from ddtree.tree import Guesses, Proposal, top_k
+from ddtree.tree import Proposal, top_k
 
 BATCH, RANKS = 7, 16
 CPU = torch.device("cpu")
@@ -98,8 +98,7 @@ def rounds(record: Record, speculation: Speculation) -> int:
         depth = depths_needed(mode, speculation, len(record.tokens[done - 1]))
         tokens = [row[:ranks] for row in record.tokens[done - 1][:depth]]
         log_q = [row[:ranks] for row in record.log_q[done - 1][:depth]]
-        told = context.look(depth) if context is not None else None
-        nodes = lay_out(mode, speculation, log_q, None if told is None else Guesses(told, tokens, log_q)).nodes
+        nodes = lay_out(mode, speculation, log_q, context.guesses(tokens, log_q) if context is not None else None).nodes
         own, row, accepted = {}, 0, 0
         for place in range(1, len(nodes)):
             foreign = nodes.foreign.get(place)

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -15,6 +16,7 @@ from ddtree.engine.modes import Layout, lay_out
 from ddtree.errors import InvalidOption
 from ddtree.kernels import backend
 from ddtree.tree import Branch, Guesses, RoundState
+from ddtree.tree.matches import Confidence
 from scripted import CPU, ScriptedDrafter, ScriptedTarget, engine_for, scripted_engine
 
 DRAFTING = [mode for mode in MODES if mode != "ar"]
@@ -218,10 +220,37 @@ def test_only_what_needs_it_keeps_an_index():
     for speculation in (Speculation("ar", tree_context="mix"), Speculation("tree"), Speculation("linear")):
         assert SequenceContext.of(speculation, [1], CPU) is None
     context = SequenceContext.of(Speculation("linear", tree_context="branch"), [1, 2], CPU)
+    tokens, log_q = [[5, 2], [5, 6], [5, 6]], [[-0.1, -3.0]] * 3
     assert context is not None
-    assert context.look(3) is None, "before the first token there is no round"
+    assert context.guesses(tokens, log_q) is None, "before the first token there is no round"
     context.commit([1])
-    assert context.look(3) == Branch((2, 1, 2), (0.2, 0.4, 0.55))
+    said = context.guesses(tokens, log_q)
+    assert said is not None
+    assert said.context == Branch((2, 1, 2), tuple(map(Confidence(), (1, 2, 3))), length=1)
+
+
+@pytest.mark.parametrize("kind", ["branch", "mix"])
+def test_a_sequence_learns_from_what_became_of_its_guesses(kind):
+    context = SequenceContext(kind, [1, 2, 3, 4, 1, 2, 3])
+    tokens, log_q = [[4, 9], [8, 9], [8, 9]], [[-0.5, -1.0]] * 3
+    context.commit([4])
+    said = context.guesses(tokens, log_q)
+    assert said is not None
+    assert [said.context.behind(path).token for path in ((), (1,), (1, 2))] == [1, 2, 3]
+    context.commit([1, 2, 7])  # 4 tokens match, then 5, then 6, which is wrong
+    expected = Confidence()
+    for length, right in ((4, True), (5, True), (6, False)):
+        expected.learn(length, right)
+    later = context.guesses(tokens, log_q)
+    assert context._index is not None
+    assert [context._index.confidence(n) for n in range(1, 40)] == [expected(n) for n in range(1, 40)]
+    assert later is None or later.behind(()) is None, "7 is new"
+    context.commit([1])  # nothing was said of it
+    said = context.guesses([[2, 9]] * 3, log_q)
+    assert said is not None
+    context.commit([2])  # which the drafter expected, too
+    expected.learn(1, True, float(np.exp(-0.5)))
+    assert context._index.confidence(1) == expected(1)
 
 
 class TestOnADevice:

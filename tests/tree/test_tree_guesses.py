@@ -8,7 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ddtree.tree import Branch, Guesses, Nodes, RoundState, best_first, chain, likeliest, union
+from ddtree.tree import Branch, Guesses, Match, Nodes, RoundState, best_first, chain, likeliest, union
 
 Path = tuple[int, ...]
 VOCAB = 9
@@ -21,11 +21,11 @@ class Told:
     def __init__(self, seed: int, often: int) -> None:
         self.seed, self.often = seed, often
 
-    def behind(self, path: Path) -> tuple[int, float] | None:
+    def behind(self, path: Path) -> Match | None:
         rng = Random(f"{self.seed} {path}")
         if rng.randrange(10) >= self.often:
             return None
-        return rng.randrange(VOCAB), rng.choice([0.01, 0.2, 0.5, 0.5, 0.85, 0.99])
+        return Match(rng.randrange(VOCAB), rng.choice([0.01, 0.2, 0.5, 0.5, 0.85, 0.99]), 1)
 
 
 @st.composite
@@ -177,6 +177,6 @@ def test_a_guess_among_the_candidates_stays_one_of_them() -> None:
 
 
 def test_a_branch_says_something_along_itself_alone() -> None:
-    told = Branch((1, 2, 1), (0.2, 0.4, 0.55))
-    assert [told.behind(path) for path in ((), (1,), (1, 2))] == [(1, 0.2), (2, 0.4), (1, 0.55)]
+    told = Branch((1, 2, 1), (0.2, 0.4, 0.55), length=3)
+    assert [told.behind(path) for path in ((), (1,), (1, 2))] == [(1, 0.2, 3), (2, 0.4, 4), (1, 0.55, 5)]
     assert [told.behind(path) for path in ((2,), (1, 1), (2, 1), (1, 2, 1))] == [None] * 4

@@ -7,7 +7,7 @@ import torch
 from ddtree.config import Speculation
 from ddtree.errors import InvalidOption
 from ddtree.kernels.backend import usable
-from ddtree.tree import Context, Matches, TextIndex
+from ddtree.tree import Context, Guesses, Matches, TextIndex
 
 # off: the drafter's scores alone. branch: what followed the last tokens where they stood before, from the root on.
 # mix: the same behind every node, by the node's own path.
@@ -43,6 +43,7 @@ class SequenceContext:
         """kind: branch or mix."""
         self._mix, self._prompt = kind == "mix", prompt
         self._index: TextIndex | None = None
+        self._said: Guesses | None = None  # for the round that is under way
 
     @classmethod
     def of(cls, speculation: Speculation, prompt: Sequence[int], device: torch.device) -> "SequenceContext | None":
@@ -50,14 +51,28 @@ class SequenceContext:
         kind = settle(speculation.tree_context, device)
         return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt)
 
+    def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
+        """What the text so far says of a round's proposal, [D][K]; None where it says nothing."""
+        context: Context | None = None
+        if self._index is not None:
+            context = Matches(self._index) if self._mix else self._index.branch(len(tokens))
+        self._said = None if context is None else Guesses(context, tokens, log_q)
+        return self._said
+
     def commit(self, tokens: Sequence[int]) -> None:
-        """The text has grown."""
+        """The text has grown; what was said of these tokens is compared with them."""
         if self._index is None:
             self._index = TextIndex(self._prompt)
+        if self._said is not None:
+            self._learn(self._index, self._said, tuple(tokens))
+            self._said = None
         self._index.append(tokens)
 
-    def look(self, depth: int) -> Context | None:
-        """What the text says of the next round, `depth` tokens far."""
-        if self._index is None:
-            return None
-        return Matches(self._index) if self._mix else self._index.branch(depth)
+    @staticmethod
+    def _learn(index: TextIndex, said: Guesses, tokens: tuple[int, ...]) -> None:
+        for depth, token in enumerate(tokens[: len(said.tokens)]):
+            match = said.context.behind(tokens[:depth])
+            if match is not None:
+                row = said.tokens[depth]
+                share = said.share(depth, row.index(match.token)) if match.token in row else 0.0
+                index.confidence.learn(match.length, match.token == token, share)

@@ -45,8 +45,7 @@ class Lane:
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
         """What the text so far says of a proposal, [D][K]; None where it says nothing, or is not asked."""
-        context = self._text.look(len(tokens)) if self._text is not None else None
-        return Guesses(context, tokens, log_q) if context is not None else None
+        return self._text.guesses(tokens, log_q) if self._text is not None else None
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""

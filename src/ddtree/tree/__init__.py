@@ -2,7 +2,7 @@
 
 from ddtree.tree.accept import Accepted, accept, cut
 from ddtree.tree.build import Nodes, best_first, chain, likeliest, union
-from ddtree.tree.context import Branch, Context, Guess, Guesses
+from ddtree.tree.context import Branch, Context, Guess, Guesses, Match
 from ddtree.tree.matches import Matches, TextIndex
 from ddtree.tree.proposal import Proposal, best, largest, top_k
 from ddtree.tree.state import DraftTree, RoundState, Rows, unpack
@@ -14,6 +14,7 @@ __all__ = [
     "DraftTree",
     "Guess",
     "Guesses",
+    "Match",
     "Matches",
     "Nodes",
     "Proposal",

@@ -8,29 +8,35 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 
+class Match(NamedTuple):
+    """What followed where the last tokens stood before."""
+
+    token: int
+    confidence: float  # how much it is believed; above 0 and below 1
+    length: int  # tokens of the match
+
+
 class Context(Protocol):
-    """A guess behind every path. It must not change while a tree is built."""
+    """A match behind every path. It must not change while a tree is built."""
 
-    def behind(self, path: tuple[int, ...]) -> tuple[int, float] | None:
-        """What follows the root and the tokens of `path`, and how much it is believed (above 0, below 1), if anything.
-
-        A path is asked for after the paths that it begins with.
-        """
+    def behind(self, path: tuple[int, ...]) -> Match | None:
+        """What follows the root and the tokens of `path`, if anything. Asked for after what the path begins with."""
 
 
 @dataclass(frozen=True)
 class Branch:
-    """One continuation of the text from the root on: a guess behind each of its own beginnings, and nowhere else."""
+    """One continuation of the text from the root on: a match behind each of its own beginnings, and nowhere else."""
 
     tokens: tuple[int, ...]
     confidences: tuple[float, ...]  # of each token where all before it are right; above 0 and below 1
+    length: int = 1  # of the match at the root
 
-    def behind(self, path: tuple[int, ...]) -> tuple[int, float] | None:
+    def behind(self, path: tuple[int, ...]) -> Match | None:
         """See Context."""
         depth = len(path)
         if depth >= len(self.tokens) or path != self.tokens[:depth]:
             return None
-        return self.tokens[depth], self.confidences[depth]
+        return Match(self.tokens[depth], self.confidences[depth], self.length + depth)
 
 
 class Guess(NamedTuple):
@@ -58,11 +64,14 @@ class Guesses:
         found = self.context.behind(path) if len(path) < len(self.tokens) else None
         if found is None:
             return None
-        token, confidence = found
+        token, c, _ = found
         row = self.tokens[len(path)]
         rank = row.index(token) if token in row else len(row)
-        log_q = self.log_q[len(path)][rank] if rank < len(row) else -inf
-        share = exp(log_q) if log_q > -inf else 0.0  # NaN is missing, too
         # Rounding must not lift a score above 0: a child would outscore its parent.
-        hit = min(float(np.float32(log(confidence + (1 - confidence) * share))), 0.0)
-        return Guess(token, rank, hit, float(np.float32(log1p(-confidence))))
+        hit = min(float(np.float32(log(c + (1 - c) * self.share(len(path), rank)))), 0.0)
+        return Guess(token, rank, hit, float(np.float32(log1p(-c))))
+
+    def share(self, depth: int, rank: int) -> float:
+        """The drafter's probability of a depth's candidate; 0 where it is missing, or none."""
+        log_q = self.log_q[depth][rank] if rank < len(self.log_q[depth]) else -inf
+        return exp(log_q) if log_q > -inf else 0.0  # false for NaN
