@@ -18,8 +18,6 @@ from ddtree.bench.suite import CATEGORIES, Prompt, load_prompts
 from ddtree.config import TREE_CONTEXTS, EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine, Generation, StageTimer
 
-HELD_OUT = 2  # of each category's prompts in turn, the odd ones: nothing was tuned on them
-
 
 @dataclass(frozen=True)
 class Answer:
@@ -32,11 +30,11 @@ class Answer:
 
 
 def chosen(per_category: int, held_out: bool) -> list[Prompt]:
-    """The first prompts of each category; held_out: of its odd ones alone."""
+    """The first prompts of each category; held_out: of its second half, on which nothing was tuned."""
     found = []
     for category in CATEGORIES:
         own = [prompt for prompt in load_prompts() if prompt.category == category]
-        found += (own[1::HELD_OUT] if held_out else own)[:per_category]
+        found += (own[len(own) // 2 :] if held_out else own)[:per_category]
     return found
 
 

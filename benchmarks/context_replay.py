@@ -143,7 +143,7 @@ def main() -> None:
     options.add_argument("--keep", type=Path, help="proposals are kept here, and read again where they are there")
     options.add_argument("--limit", type=int, help="only the first prompts of the suite; 14 or more")
     options.add_argument("--max-tokens", type=int, default=96)
-    options.add_argument("--budgets", default="8,16,32,64")
+    options.add_argument("--budgets", default="5,8,16,32,64")
     options.add_argument("--top-k", type=int, default=Speculation().tree_top_k)
     options.add_argument("--temperatures", default="0,0.7")
     args = options.parse_args()
