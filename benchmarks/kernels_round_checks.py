@@ -83,7 +83,7 @@ def lay_by_host(log_q: Tensor, candidates: Tensor, row: PlanRow, width: int) -> 
         tree = best_first(scores, row.budget, row.spine) if row.tree else Nodes.root()
         laid, rows = tree, [0]
         if row.chain:
-            laid, rows = union(tree, row.depth) if row.tree else (chain(row.depth), [0])
+            laid, rows = union(tree, chain(row.depth)) if row.tree else (chain(row.depth), [0])
         state.tree[index, : len(tree)] = True
         if row.tree and row.chain:
             state.member[index] = False

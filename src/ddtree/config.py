@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from ddtree.errors import InvalidOption
 
 MODES = ("ar", "linear", "shadow-linear", "tree")
+TREE_CONTEXTS = ("off", "branch", "mix", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_DTYPES = ("auto", "int8")
 NUMERICS = ("auto", "invariant", "fast")
@@ -62,6 +63,7 @@ class Speculation:
     tree_budget: int = Unset(TREES["cpu"][0])
     tree_top_k: int = Unset(TREES["cpu"][1])  # candidate tokens per depth
     tree_spine: int = 0  # tokens of the top-1 chain that a tree must hold; 0: best-first alone
+    tree_context: str = "off"  # what tree and chain take from the text so far: see ddtree.engine.context
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
@@ -69,6 +71,11 @@ class Speculation:
         _check_int("tree_budget", self.tree_budget, 1, MAX_TREE_BUDGET)
         _check_int("tree_top_k", self.tree_top_k, 1, MAX_TREE_TOP_K)
         _check_int("tree_spine", self.tree_spine, 0, MAX_TREE_BUDGET)
+        if self.tree_context not in TREE_CONTEXTS:
+            raise InvalidOption(
+                f"tree_context {self.tree_context!r} is unknown: choose one of {', '.join(TREE_CONTEXTS)}",
+                param="tree_context",
+            )
 
     def settled(self, device_type: str, largest: int = MAX_TREE_BUDGET) -> "Speculation":
         """With plain numbers in place of those that nobody chose: what suits the device; the budget at most `largest`.

@@ -11,7 +11,7 @@ from ddtree.config import MODES, Speculation
 
 TOP_KEYS = {
     "modes", "model", "drafter", "device", "dtype", "threads", "versions", "cpu", "date", "max_tokens", "temperature",
-    "seed", "tree_budget", "tree_top_k", "tree_spine", "prompts", "repeat", "parity",
+    "seed", "tree_budget", "tree_top_k", "tree_spine", "tree_context", "prompts", "repeat", "parity",
 }  # fmt: skip
 MODE_KEYS = {
     "tok_s", "acceptance_length", "ms_per_round", "prefill_ms", "tokens", "rounds", "prompts", "tok_s_by_category",

@@ -24,6 +24,7 @@ LOADING: dict[str, list[str]] = {
     "tree_budget": ["--tree-budget", "63"],
     "tree_top_k": ["--tree-top-k", "5"],
     "tree_spine": ["--tree-spine", "3"],
+    "tree_context": ["--tree-context", "mix"],
     "device": ["--device", "cuda:1"],
     "dtype": ["--dtype", "bfloat16"],
     "max_model_len": ["--max-model-len", "777"],
@@ -167,7 +168,7 @@ def test_serve_passes_everything_on(
     monkeypatch.setattr("ddtree.server.serve", lambda *args, **kwargs: calls.append((args, kwargs)))
     every = [word for name in OPTIONS["serve"] for word in OPTIONS["serve"][name]]
     assert ddtree("serve", *every).code == 0
-    speculation = Speculation("linear", 63, 5, 3)
+    speculation = Speculation("linear", 63, 5, 3, "mix")
     assert engines[0].config == EngineConfig(
         "/some/folder", "/some/drafter", speculation, "cuda:1", "bfloat16", 777,
         max_running_requests=4, max_tree_budget=127, prefill_chunk=64, prefix_caching=False, cuda_graphs=False,

@@ -316,6 +316,7 @@ MODES = [
     Speculation(mode="tree", tree_budget=1, tree_top_k=1),
     Speculation(mode="tree", tree_budget=3, tree_top_k=4),
     Speculation(mode="tree", tree_budget=60, tree_top_k=4, tree_spine=4),
+    Speculation(mode="tree", tree_budget=7, tree_top_k=3, tree_context="mix"),
 ]
 
 
@@ -327,7 +328,9 @@ def ar() -> Drawn:
     return drawn
 
 
-@pytest.mark.parametrize("speculation", MODES, ids=lambda s: f"{s.mode}-{s.tree_budget}-{s.tree_top_k}-{s.tree_spine}")
+@pytest.mark.parametrize(
+    "speculation", MODES, ids=lambda s: f"{s.mode}-{s.tree_budget}-{s.tree_top_k}-{s.tree_spine}-{s.tree_context}"
+)
 def test_every_mode_draws_the_same_tokens_as_ar(ar: Drawn, speculation: Speculation) -> None:
     drawn = draw(speculation, SEEDS)
     assert drawn.sequences == ar.sequences

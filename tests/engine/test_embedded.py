@@ -1,6 +1,7 @@
 """The real model: not one token changes, and plain greedy decoding is what transformers generates."""
 
 import json
+from dataclasses import replace
 from importlib.resources import files
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from ddtree.bench.parity import compare_modes, regrets
 from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
-from ddtree.engine import Engine
+from ddtree.engine import Engine, ops
+from ddtree.engine.modes import lay_out
 
 TOKENS = 128
 NEAR_TIE = 1e-4
@@ -59,6 +61,40 @@ def test_four_prompts_greedy_equal_plain_decoding_and_transformers(engine, embed
 
 def test_four_prompts_sampled_equal_plain_decoding(engine):
     check(engine, 4, 0.8)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+def test_what_the_text_says_is_accepted_and_changes_no_token(engine, temperature, monkeypatch):
+    laid, foreign = [], dict.fromkeys(("linear", "shadow-linear", "tree"), 0)
+    honest = ops.HostOps.accept
+
+    def accept(self, batch, own):
+        tree = honest(self, batch, own)
+        lanes, paths = batch.lanes, batch.state.path.tolist()
+        if lanes[0].mode.drafts:
+            for lane, path, layout in zip(lanes, paths, laid[-len(lanes) :], strict=True):
+                foreign[lane.mode.name] += sum(row in layout.nodes.foreign for row in path)
+        return tree
+
+    monkeypatch.setattr(ops, "lay_out", lambda *args: laid.append(lay_out(*args)) or laid[-1])
+    monkeypatch.setattr(ops.HostOps, "accept", accept)
+    speculations = [
+        Speculation("linear", tree_context="branch"),
+        Speculation("linear", tree_context="mix"),
+        Speculation("shadow-linear", 9, tree_context="mix"),
+        Speculation("tree", 9, tree_context="branch"),
+        Speculation("tree", 16, tree_context="mix"),
+    ]
+    chosen = [prompts(engine, 7)[index] for index in (0, 6)]  # code and extraction
+    params = SamplingParams(max_tokens=64, temperature=temperature, seed=1)
+    plain = engine.generate(chosen, params=[params, replace(params, seed=2)], speculation=Speculation("ar"))
+    for speculation in speculations:
+        together = engine.generate(chosen, [params, replace(params, seed=2)], speculation)
+        assert [g.token_ids for g in together] == [g.token_ids for g in plain]
+        assert all(g.shadow is None or g.shadow.agree for g in together)
+    alone = engine.generate(chosen[1:], [replace(params, seed=2)], speculations[-1])[0]
+    assert (alone.token_ids, alone.rounds) == (together[1].token_ids, together[1].rounds)
+    assert all(count > 3 for count in foreign.values()), foreign
 
 
 @pytest.mark.full

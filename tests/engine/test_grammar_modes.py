@@ -37,6 +37,7 @@ MODES = {
     "tree 3": Speculation(mode="tree", tree_budget=3),
     "tree 15": Speculation(mode="tree", tree_budget=15),
     "tree 64": Speculation(mode="tree", tree_budget=64),
+    "tree 15 mix": Speculation(mode="tree", tree_budget=15, tree_context="mix"),
 }
 
 

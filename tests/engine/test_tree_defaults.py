@@ -49,7 +49,7 @@ def test_a_budget_that_nobody_chose_fits_the_largest():
 
 def test_an_engine_tells_the_numbers_of_its_device():
     assert engine_for(1).info()["speculation"] == {
-        "mode": "tree", "tree_budget": 5, "tree_top_k": 8, "tree_spine": 0,
+        "mode": "tree", "tree_budget": 5, "tree_top_k": 8, "tree_spine": 0, "tree_context": "off",
     }  # fmt: skip
 
 
@@ -74,7 +74,7 @@ def test_an_engine_on_a_gpu_takes_the_gpu_s(monkeypatch):
     drafter = ScriptedDrafter(lambda history: [[0.0] * 4] * 3, 4)
     engine = scripted_engine(target, drafter, mode="shadow-linear")
     assert engine.info()["speculation"] == {
-        "mode": "shadow-linear", "tree_budget": 15, "tree_top_k": 16, "tree_spine": 0,
+        "mode": "shadow-linear", "tree_budget": 15, "tree_top_k": 16, "tree_spine": 0, "tree_context": "off",
     }  # fmt: skip
     assert numbers(engine.settled(Speculation("tree", tree_budget=15))) == (15, 16)
     assert numbers(scripted_engine(target, drafter, tree_budget=7).speculation) == (7, 16)

@@ -24,7 +24,7 @@ def by_host(log_q: torch.Tensor, candidates: torch.Tensor, rows: Sequence[PlanRo
         tree = best_first(scores, row.budget, row.spine) if row.tree else Nodes.root()
         laid, on_chain = tree, [0]
         if row.chain:
-            laid, on_chain = union(tree, row.depth) if row.tree else (chain(row.depth), [0])
+            laid, on_chain = union(tree, chain(row.depth)) if row.tree else (chain(row.depth), [0])
         nodes.append(laid)
         state.tree[index, : len(tree)] = True
         if row.tree and row.chain:

@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from ddtree.config import MODES, EngineConfig
+from ddtree.config import MODES, TREE_CONTEXTS, EngineConfig
 from ddtree.engine import Engine
 from scripted_text import END, Book, book_engine, byte_text, serving, tell
 
@@ -46,6 +46,8 @@ def mixed(number: int, ends: int, longest: int) -> dict:
     if options["speculative"]["mode"] in ("tree", "shadow-linear"):
         budget, ranks, spine = chance.choice([1, 3, 8, 31]), chance.choice([1, 3, 8]), chance.choice([0, 0, 2])
         options["speculative"] |= {"tree_budget": budget, "tree_top_k": ranks, "tree_spine": spine}
+    if options["speculative"]["mode"] != "ar":
+        options["speculative"]["tree_context"] = TREE_CONTEXTS[number % len(TREE_CONTEXTS)]
     some = {
         "top_p": lambda: chance.choice([0.5, 0.9, 0.99]),
         "top_k": lambda: chance.choice([1, 2, 20]),

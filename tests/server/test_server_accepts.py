@@ -134,6 +134,16 @@ async def test_options_that_a_mode_does_not_read(http, engine, mode, option):
     assert (await ask(http, CHAT, speculative={"mode": "shadow-linear", option: 1})).status_code == 200
 
 
+async def test_a_context_goes_with_the_modes_that_draft(http, engine):
+    error = await refused(http, CHAT, speculative={"mode": "ar", "tree_context": "mix"})
+    assert error["param"] == "speculative.tree_context"
+    assert "ar" in error["message"]
+    for mode in ("linear", "shadow-linear", "tree"):
+        assert (await ask(http, CHAT, speculative={"mode": mode, "tree_context": "mix"})).status_code == 200
+    engine.speculation = Speculation("ar")
+    assert (await refused(http, CHAT, speculative={"tree_context": "off"}))["param"] == "speculative.tree_context"
+
+
 def tool(parameters):
     return [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
 

@@ -50,7 +50,8 @@ async def test_server_info(http, engine):
     assert info["drafter"] == "scripted-drafter"
     assert info["device"] == "cpu"
     assert info["dtype"] == "float32"
-    assert info["speculation"] == {"mode": "tree", "tree_budget": 5, "tree_top_k": 8, "tree_spine": 0}
+    tree = {"tree_budget": 5, "tree_top_k": 8, "tree_spine": 0, "tree_context": "off"}
+    assert info["speculation"] == {"mode": "tree", **tree}
     assert info["limits"]["max_running_requests"] == 8
     assert info["limits"]["max_queue"] == 256
     assert info["limits"]["max_body_bytes"] == 4 * 2**20

@@ -99,12 +99,14 @@ async def test_speculation_of_one_request(chat, http, engine):
     await asked(chat, engine, speculative={"mode": "ar"})
     await asked(chat, engine, speculative={"tree_budget": 15, "tree_top_k": 3, "tree_spine": 0})
     await complete(http, engine, speculative={"mode": "shadow-linear", "tree_spine": 1})
+    await asked(chat, engine, speculative={"mode": "linear", "tree_context": "mix"})
     await asked(chat, engine, speculative={})
     await asked(chat, engine, speculative=None)
     assert engine.speculations == [
         Speculation("ar", 7, 4, 2),
         Speculation("tree", 15, 3, 0),
         Speculation("shadow-linear", 7, 4, 1),
+        Speculation("linear", 7, 4, 2, "mix"),
         engine.speculation,
         engine.speculation,
     ]
@@ -116,6 +118,7 @@ async def test_speculation_of_one_request(chat, http, engine):
         ({"mode": "eagle"}, "speculative.mode"), ({"mode": 5}, "speculative.mode"),
         ({"tree_budget": 0}, "speculative.tree_budget"), ({"tree_budget": 9999}, "speculative.tree_budget"),
         ({"tree_top_k": "4"}, "speculative.tree_top_k"), ({"tree_spine": -1}, "speculative.tree_spine"),
+        ({"tree_context": "some"}, "speculative.tree_context"), ({"tree_context": 5}, "speculative.tree_context"),
         ({"num_speculative_tokens": 3}, "speculative.num_speculative_tokens"), ("tree", "speculative"),
     ],
 )  # fmt: skip

@@ -100,7 +100,7 @@ def test_chain_and_tree_within_their_union(seed: int, budget: int) -> None:
     rng = random.Random(seed)
     log_q = [sorted((-rng.random() * 2 for _ in range(TOKENS)), reverse=True) for _ in range(5)]
     tree = best_first(log_q, budget)
-    both, chain_rows = union(tree, 5)
+    both, chain_rows = union(tree, chain(5))
     state, ids = RoundState.allocate(1, len(both), 5), [rng.sample(range(TOKENS), TOKENS) for _ in range(5)]
     state.lay([both], [ids])
     own = answers(state.rows, rng)

@@ -52,6 +52,7 @@ def make_report(
         "tree_budget": base.tree_budget,
         "tree_top_k": base.tree_top_k,
         "tree_spine": base.tree_spine,
+        "tree_context": info.get("tree_context", base.tree_context),
         "prompts": len(plan.prompts),
         "repeat": plan.repeat,
         "parity": parity,

@@ -45,7 +45,7 @@ def _settings(report: dict[str, Any]) -> str:
         (
             "{model}, drafter {drafter}, {device}, {dtype}, {threads} threads, {cpu}".format_map(report),
             "{prompts} prompts x {repeat}, up to {max_tokens} tokens, temperature {temperature:g}, "
-            "budget {tree_budget}, top-k {tree_top_k}, spine {tree_spine}".format_map(report),
+            "budget {tree_budget}, top-k {tree_top_k}, spine {tree_spine}, context {tree_context}".format_map(report),
         )
     )
 

@@ -30,6 +30,7 @@ def generate(
     tree_budget: opt.TreeBudget = None,
     tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
+    tree_context: opt.TreeContext = opt.SPECULATION.tree_context,
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
@@ -48,7 +49,7 @@ def generate(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of the text.")] = False,
 ) -> None:
     """Answer one prompt, and print the text as it comes."""
-    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
+    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine, tree_context)
     config = EngineConfig(
         model, drafter, speculation, device, dtype, max_model_len,
         max_running_requests=1,
@@ -98,6 +99,7 @@ def bench(
     tree_budget: opt.TreeBudget = None,
     tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
+    tree_context: opt.TreeContext = opt.SPECULATION.tree_context,
     budgets: Annotated[
         str | None,
         typer.Option("--budgets", help='More budgets to measure tree at, such as "7,31": modes tree@7 and tree@31.'),
@@ -121,7 +123,7 @@ def bench(
     """
     from ddtree.bench.suite import make_plan
 
-    base = opt.speculation(opt.SPECULATION.mode, tree_budget, tree_top_k, tree_spine)
+    base = opt.speculation(opt.SPECULATION.mode, tree_budget, tree_top_k, tree_spine, tree_context)
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
     plan = make_plan(modes, budgets, base, sampling, limit, repeat)
     # The engine is loaded for a mode that drafts, if any does: so a missing drafter is told before the run, not in it.

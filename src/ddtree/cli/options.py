@@ -51,6 +51,14 @@ TreeSpine = Annotated[
     int,
     typer.Option("--tree-spine", help="Tokens of the drafter's best chain that a tree must hold; 0: none is forced."),
 ]
+TreeContext = Annotated[
+    str,
+    typer.Option(
+        "--tree-context",
+        help="What drafts take from the text so far: off; branch, what followed its last tokens before; mix, the same "
+        "behind every node; auto, what suits the device.",
+    ),
+]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]
 Dtype = Annotated[
     str,
@@ -106,12 +114,13 @@ MaxTokens = Annotated[int, typer.Option("--max-tokens", help="Tokens to generate
 Temperature = Annotated[float, typer.Option("--temperature", help="0 takes the likeliest token every time.")]
 
 
-def speculation(mode: str, tree_budget: int | None, tree_top_k: int | None, tree_spine: int) -> Speculation:
+def speculation(
+    mode: str, tree_budget: int | None, tree_top_k: int | None, tree_spine: int, tree_context: str
+) -> Speculation:
     """What these options ask for; None is left to the device. Raises InvalidOption for a value out of range."""
-    chosen = {"tree_budget": tree_budget, "tree_top_k": tree_top_k}
-    return Speculation(
-        mode, tree_spine=tree_spine, **{name: value for name, value in chosen.items() if value is not None}
-    )
+    sizes = {"tree_budget": tree_budget, "tree_top_k": tree_top_k}
+    chosen = {name: value for name, value in sizes.items() if value is not None}
+    return Speculation(mode, tree_spine=tree_spine, tree_context=tree_context, **chosen)
 
 
 def switched_on(name: str, value: str) -> bool:

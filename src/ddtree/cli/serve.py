@@ -34,6 +34,7 @@ def serve(
     tree_budget: opt.TreeBudget = None,
     tree_top_k: opt.TreeTopK = None,
     tree_spine: opt.TreeSpine = opt.SPECULATION.tree_spine,
+    tree_context: opt.TreeContext = opt.SPECULATION.tree_context,
     max_tree_budget: opt.MaxTreeBudget = opt.ENGINE.max_tree_budget,
     device: opt.Device = opt.ENGINE.device,
     dtype: opt.Dtype = opt.ENGINE.dtype,
@@ -71,7 +72,7 @@ def serve(
     ] = "info",
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API has it."""
-    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine)
+    speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine, tree_context)
     config = EngineConfig(
         model, drafter, speculation, device, dtype, max_model_len,
         max_running_requests=max_running_requests,

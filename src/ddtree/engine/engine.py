@@ -12,6 +12,7 @@ import torch
 from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
+from ddtree.engine.context import SequenceContext, describe, settle
 from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
@@ -116,6 +117,7 @@ class Engine:
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
             "rounds": self._rounds(),
+            "tree_context": describe(self.speculation.tree_context, spec.device),
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
             "max_model_len": self.max_model_len,
@@ -264,7 +266,7 @@ class Engine:
         return Request(
             prompt=prompt,
             params=params,
-            lane=Lane(speculation, sampler, self.drafter),
+            lane=Lane(speculation, sampler, self.drafter, SequenceContext.of(speculation, prompt, spec.device)),
             output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
             remaining=remaining,
         )
@@ -316,3 +318,4 @@ class Engine:
                 " for less, or start with a larger --max-tree-budget",
                 param="tree_budget",
             )
+        settle(speculation.tree_context, self.target.spec.device)

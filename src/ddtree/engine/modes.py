@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddtree.config import Speculation
-from ddtree.tree import Nodes, best_first, chain, union
+from ddtree.tree import Guesses, Nodes, best_first, chain, likeliest, union
 
 
 @dataclass(frozen=True)
@@ -69,14 +69,15 @@ def max_rows(mode: Mode, speculation: Speculation, depths: int) -> int:
     return 1 + (depths if mode.chain else 0) + (speculation.tree_budget if mode.tree else 0)
 
 
-def lay_out(mode: Mode, speculation: Speculation, log_q: Sequence[Sequence[float]]) -> Layout:
-    """The rows of one sequence. log_q: [D][K], best first."""
-    depth = len(log_q)
+def lay_out(
+    mode: Mode, speculation: Speculation, log_q: Sequence[Sequence[float]], guesses: Guesses | None = None
+) -> Layout:
+    """The rows of one sequence. log_q: [D][K], best first; guesses: what its text says, over the same scores."""
+    line = Nodes.root()
+    if mode.chain:
+        line = chain(len(log_q)) if guesses is None else likeliest(guesses)
     if not mode.tree:
-        nodes = chain(depth if mode.chain else 0)
-        return Layout(nodes, list(range(len(nodes))), 1)
-    tree = best_first(log_q, speculation.tree_budget, speculation.tree_spine)
-    if not mode.chain:
-        return Layout(tree, [0], len(tree))
-    nodes, rows = union(tree, depth)
+        return Layout(line, list(range(len(line))), 1)
+    tree = best_first(log_q, speculation.tree_budget, speculation.tree_spine, guesses)
+    nodes, rows = union(tree, line)
     return Layout(nodes, rows, len(tree))

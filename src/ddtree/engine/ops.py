@@ -77,7 +77,9 @@ class HostOps:
             for i, tokens, scores in rows:
                 depth, ranks = lanes[i].depth, lanes[i].ranks
                 candidates[i] = [row[:ranks] for row in tokens[:depth]]
-                layouts[i] = lay_out(lanes[i].mode, lanes[i].speculation, [row[:ranks] for row in scores[:depth]])
+                log_q = [row[:ranks] for row in scores[:depth]]
+                guesses = lanes[i].guesses(candidates[i], log_q)
+                layouts[i] = lay_out(lanes[i].mode, lanes[i].speculation, log_q, guesses)
         state.lay([layout.nodes for layout in layouts], candidates)
         if batch.shadows:
             state.member.fill_(True)

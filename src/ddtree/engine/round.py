@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
+from ddtree.engine.context import SequenceContext
 from ddtree.engine.modes import MODES, Mode, depths_needed, max_rows, ranks_needed
 from ddtree.engine.observer import Observer
 from ddtree.engine.ops import Ops
@@ -14,20 +15,37 @@ from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler
 from ddtree.layers import KVCache
 from ddtree.target import Target
-from ddtree.tree import RoundState
+from ddtree.tree import Guesses, RoundState
 
 
 class Lane:
     """One sequence's part in the rounds: how it drafts, and how its tokens are chosen."""
 
-    def __init__(self, speculation: Speculation, sampler: RowSampler, drafter: Drafter | None) -> None:
-        self.speculation, self.sampler = speculation, sampler
+    def __init__(
+        self,
+        speculation: Speculation,
+        sampler: RowSampler,
+        drafter: Drafter | None,
+        text: SequenceContext | None = None,
+    ) -> None:
+        """text: what this sequence says itself; None: its drafts do not look at that."""
+        self.speculation, self.sampler, self._text = speculation, sampler, text
         self.mode: Mode = MODES[speculation.mode]
         self.depth = depths_needed(self.mode, speculation, drafter.config.depths) if drafter else 0
         self.ranks = ranks_needed(self.mode, speculation)
         self.rows = max_rows(self.mode, speculation, self.depth)  # the most a round can have, the root included
         # Past the context that the drafter was made for, a sequence decodes plainly.
         self.limit = drafter.config.max_position - drafter.config.block_size if drafter else -1
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Tokens that are the sequence's from now on."""
+        self.sampler.commit(tokens)
+        if self._text is not None:
+            self._text.commit(tokens)
+
+    def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
+        """What the text so far says of a proposal, [D][K]; None where it says nothing, or is not asked."""
+        return self._text.guesses(tokens, log_q) if self._text is not None else None
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""

@@ -272,7 +272,7 @@ class Scheduler:
 
     def _take(self, request: Request, tokens: list[int], logits: Tensor | None, last: bool) -> Chunk:
         """Hand committed tokens to a request; logits [M, V]: the target's own at the rows that chose them."""
-        request.lane.sampler.commit(tokens)
+        request.lane.commit(tokens)
         logprobs: list[TokenLogprob] = []
         if request.params.logprobs is not None and logits is not None:
             logprobs = token_logprobs(logits, tokens, request.params.logprobs)

@@ -98,6 +98,7 @@ def _add_server_info(app: FastAPI, engine: "Engine", worker: EngineWorker, optio
             "tree_budget": speculation.tree_budget,
             "tree_top_k": speculation.tree_top_k,
             "tree_spine": speculation.tree_spine,
+            "tree_context": speculation.tree_context,
         },
         "limits": {
             "max_model_len": engine.max_model_len,

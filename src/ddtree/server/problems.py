@@ -28,6 +28,7 @@ FIELDS = {
     "tree_budget": "speculative.tree_budget",
     "tree_top_k": "speculative.tree_top_k",
     "tree_spine": "speculative.tree_spine",
+    "tree_context": "speculative.tree_context",
 }
 
 

@@ -92,7 +92,8 @@ class RoundState:
 
         Args:
             nodes: one per sequence.
-            candidates: [B][D][K] token ids that the nodes' ranks point into (unused where only the root is laid).
+            candidates: [B][D][K] token ids that the ranks of nodes point into, but those of foreign ones (unused where
+                only the root is laid).
         """
         self.width = max(map(len, nodes))
         columns = [_columns(n, c, self.width) for n, c in zip(nodes, candidates, strict=True)]
@@ -142,7 +143,10 @@ def unpack(ancestors: Tensor, rows: int) -> Tensor:
 def _columns(nodes: Nodes, candidates: Sequence[Sequence[int]], width: int) -> tuple[list[int], ...]:
     """Token (without the root's), parent, depth and ancestor words of every row, padded to `width`."""
     pad = width - len(nodes)
-    tokens = [candidates[d - 1][r] for d, r in zip(nodes.depths[1:], nodes.ranks[1:], strict=True)] + [0] * pad
+    tokens = [
+        nodes.foreign[row] if row in nodes.foreign else candidates[nodes.depths[row] - 1][nodes.ranks[row]]
+        for row in range(1, len(nodes))
+    ] + [0] * pad
     masks: list[int] = []
     for row, parent in enumerate(nodes.parents + [-1] * pad):
         masks.append((masks[parent] if parent >= 0 else 0) | 1 << row)

@@ -18,6 +18,7 @@ from ddtree.config import (
     MAX_TREE_BUDGET,
     MAX_TREE_TOP_K,
     MODES,
+    TREE_CONTEXTS,
     Grammar,
     SamplingParams,
     Speculation,
@@ -33,7 +34,8 @@ MAX_CHOICES = 128  # answers that one request may ask for: its prompts times `n`
 MAX_STOP_IDS = 64
 MAX_BIASED = 1024  # token ids that a request may move
 TOKEN_ID_DIGITS = 10
-TREE_OPTIONS = ("tree_budget", "tree_top_k", "tree_spine")
+TREE_OPTIONS = ("tree_budget", "tree_top_k", "tree_spine")  # of modes that draft trees
+DRAFT_OPTIONS = ("tree_context",)  # of modes that draft
 NEUTRAL_STREAM: Mapping[str, tuple[object, ...]] = {"include_obfuscation": (False,)}
 # Values that ask for nothing, of fields that OpenAI or vLLM know for both kinds of completion and this server does
 # not do. null always is one.
@@ -83,13 +85,22 @@ class SpeculativeOptions(Strict):
     tree_spine: Annotated[int, Field(ge=0, le=MAX_TREE_BUDGET), WHOLE] | None = Field(
         None, description="top-1 tokens that a tree must hold"
     )
+    tree_context: str | None = Field(
+        None,
+        description="what drafts take from the text so far",
+        json_schema_extra={"enum": [*TREE_CONTEXTS, None]},
+    )
     metrics: bool | None = Field(None, description="report `metrics.speculative_decoding` with the answer")
 
     @model_validator(mode="after")
-    def _check_mode(self) -> "SpeculativeOptions":
+    def _check_names(self) -> "SpeculativeOptions":
         if self.mode is not None and self.mode not in MODES:
             said = f"`speculative.mode` {echo(self.mode)} is unknown: choose one of {', '.join(MODES)}"
             raise invalid(said, "speculative.mode")
+        if self.tree_context is not None and self.tree_context not in TREE_CONTEXTS:
+            known = ", ".join(TREE_CONTEXTS)
+            said = f"`speculative.tree_context` {echo(self.tree_context)} is unknown: choose one of {known}"
+            raise invalid(said, "speculative.tree_context")
         return self
 
 
@@ -240,5 +251,9 @@ class CompletionFields(Strict):
             if name in asked and not ENGINE_MODES[mode].tree:
                 said = f"`speculative.{name}` goes with the modes that draft trees, not with {mode}: leave it out"
                 raise invalid(said, f"speculative.{name}")
-        own = {name: getattr(default, name) for name in ("mode", *TREE_OPTIONS)}
+        for name in DRAFT_OPTIONS:
+            if name in asked and not ENGINE_MODES[mode].drafts:
+                said = f"`speculative.{name}` goes with the modes that draft, not with {mode}: leave it out"
+                raise invalid(said, f"speculative.{name}")
+        own = {name: getattr(default, name) for name in ("mode", *TREE_OPTIONS, *DRAFT_OPTIONS)}
         return Speculation(**{**own, **asked})
