@@ -1,4 +1,4 @@
-"""Compile the kernels of select, build, choose and accept for cards that need not be there; run as a script, without
+"""Compile a round's kernels beside attention and products for cards that need not be there; run as a script, without
 the interpreter. Prints one JSON object: name -> bytes of shared memory, registers and bytes of spills."""
 
 import json
@@ -15,7 +15,16 @@ from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ddtree.kernels import accept_jit, build_jit, choose_jit, select_jit
+from ddtree.kernels import (
+    accept_jit,
+    build_jit,
+    choose_jit,
+    gather_jit,
+    matmul_jit,
+    norm_jit,
+    report_jit,
+    select_jit,
+)
 
 # What a pointer points to, where it is not int64.
 POINTERS = {
@@ -30,13 +39,28 @@ INT64 = {
 }
 
 
-def compiled(kernel: Any, capability: int, constants: Mapping[str, Any], dtype: str = "bf16", warps: int = 4) -> Any:
-    """The kernel for a card; pointers and pitches are aligned, as they are in a round."""
+HALF = {"delta": "*bf16", "bias": "*bf16", "out": "*bf16", "kept": "*bf16"}
+LAYERS = {"x": "*fp32", "scale": "*fp32", "floor": "fp32", **HALF}  # of the kernels of a layer
+
+
+def compiled(
+    kernel: Any,
+    capability: int,
+    constants: Mapping[str, Any],
+    dtype: str = "bf16",
+    warps: int = 4,
+    types: Mapping[str, str] | None = None,
+) -> Any:
+    """The kernel for a card; pointers and pitches are aligned, as they are in a round. types: those that differ."""
     constants = {**constants, "overlap": 2 if capability >= 90 else 0}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
         if name in constants:
             signature[name] = "constexpr"
+        elif types is not None and name in types:
+            signature[name] = types[name]
+            if types[name].startswith("*"):
+                attributes[(place,)] = [["tt.divisibility", 16]]
         elif name == "logits" or name in POINTERS or name in INT64:
             signature[name] = "*" + (dtype if name == "logits" else POINTERS.get(name, "i64"))
             attributes[(place,)] = [["tt.divisibility", 16]]
@@ -66,6 +90,33 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         shape |= {"has_member": True, "cuts": True, "settles": True}
         yield f"accept {block}", compiled(accept_jit.accept, capability, shape)
     yield "accept.advance", compiled(accept_jit.advance, capability, {"block": 32}, warps=1)
+    yield from layers(capability, every=every)
+
+
+def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """Norm, gated unit, digits, rows of a table, and the report."""
+    for block in (1024, 4096, 8192) if every else (4096,):
+        flags = {"block": block, "adds": True, "biased": True, "keeps": True}
+        warps = min(16, block // 256)
+        yield f"add_norm {block}", compiled(norm_jit.add_norm_kernel, capability, flags, warps=warps, types=LAYERS)
+        types = {"x": "*bf16", "digits": "*i8", "scale": "*fp32"}
+        warps = min(16, block // 512)
+        yield (
+            f"digits {block}",
+            compiled(matmul_jit.digits_kernel, capability, {"BLOCK": block}, warps=warps, types=types),
+        )
+    for turns in (False, True):
+        types = {"gate_up": "*bf16", "out": "*bf16"}
+        yield (
+            f"swiglu{turns:d}",
+            compiled(norm_jit.swiglu_kernel, capability, {"block": 1024, "turns": turns}, types=types),
+        )
+    types = {"ids": "*i64", "table": "*bf16", "out": "*bf16"}
+    yield "rows", compiled(gather_jit.rows_kernel, capability, {"block": 1024}, types=types)
+    shape = {"block": 64, "column_block": 16, "has_tree": True}
+    names = ("committed", "n_accepted", "n_committed", "tree_count", "tree_tokens", "out")
+    types = dict.fromkeys(names, "*i64")
+    yield "report", compiled(report_jit.report_kernel, capability, shape, warps=1, types=types)
 
 
 def resources(binary: bytes) -> tuple[int, int]:

@@ -1,4 +1,4 @@
-"""Select, build, choose and accept compile for each card, within its shared memory, without spills."""
+"""A round's kernels compile for each card, within its shared memory, without spills."""
 
 import json
 import os
