@@ -24,6 +24,7 @@ def _has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@lru_cache
 def jit(name: str) -> ModuleType:
     """The module of kernels `ddtree.kernels.<name>_jit`. Raises InvalidOption where triton is missing."""
     try:
@@ -43,8 +44,13 @@ def overlap(device: torch.device, wanted: bool = True) -> dict[str, Any]:
     From compute capability 9.0 on (programmatic dependent launch). The environment's DDTREE_OVERLAP chooses how: 1 or
     2, see `follow`; 0: not at all.
     """
-    how = int(os.environ.get("DDTREE_OVERLAP") or 2)
-    if device.type != "cuda" or not wanted or how == 0 or not _overlaps(device):
+    return _launch_options(device, os.environ.get("DDTREE_OVERLAP") if wanted else "0")
+
+
+@lru_cache
+def _launch_options(device: torch.device, chosen: str | None) -> dict[str, Any]:
+    how = int(chosen or 2)
+    if device.type != "cuda" or how == 0 or not _overlaps(device):
         return {"overlap": 0}
     return {"overlap": how, "launch_pdl": True}
 
