@@ -1,0 +1,108 @@
+"""DDTREE as SGLang's registry wants it, and how it settles the server's arguments."""
+
+import logging
+from typing import Any
+
+from sglang.srt.speculative.spec_registry import CustomSpecAlgo
+
+from ddtree.errors import InvalidOption
+from ddtree.sglang.options import Options
+
+NAME = "DDTREE"
+MASKING_BACKENDS = {"triton", "flashinfer"}  # attention backends that verify a tree by its mask; tests add theirs
+DEFAULT_BLOCK = 16
+
+logger = logging.getLogger(__name__)
+
+
+class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
+    """A member of the DFLASH family whose target verifies a tree instead of the drafter's block."""
+
+    def is_dflash(self) -> bool:
+        """SGLang captures the target's hidden states and reserves slots as it does for DFLASH."""
+        return True
+
+    def is_dflash_family(self) -> bool:
+        """See is_dflash."""
+        return True
+
+    def supports_target_verify_for_draft(self) -> bool:
+        """The drafter's block goes through a verify forward."""
+        return True
+
+    def supports_grammar_overlap(self) -> bool:
+        """The worker advances grammars by the scheduler's barrier, while the target computes."""
+        return True
+
+    # The scheduler calls these three, which SGLang's own base class lacks.
+
+    def need_topk(self) -> bool:
+        """No candidates travel between rounds."""
+        return False
+
+    def carries_draft_hidden_states(self) -> bool:
+        """Nor do hidden states."""
+        return False
+
+    def create_future_map(
+        self, device: Any, pool: Any, needs_cpu_seq_lens: bool = True, *rest: Any, **named: Any
+    ) -> Any:
+        """What carries a round's outcome to the next one under overlap."""
+        from sglang.srt.managers.overlap_utils import FutureMap
+
+        return FutureMap(device, self, pool, needs_cpu_seq_lens, *rest, **named)
+
+    def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
+        """Rows of one request: the target's, or, on the draft side, the block's (its arguments say that)."""
+        return num_draft_tokens
+
+    def handle_server_args(self, server_args: Any) -> None:
+        """Settle the block as SGLang does for DFLASH; then make room for the rows of the mode.
+
+        Afterwards speculative_dflash_block_size is the drafter's block, speculative_num_draft_tokens the target's rows.
+        Raises InvalidOption (a ValueError is what SGLang raises for its own arguments) for what cannot be combined.
+        """
+        from sglang.srt.arg_groups import speculative_hook
+
+        options = Options.read()
+        block = server_args.speculative_dflash_block_size
+        if block and server_args.speculative_num_draft_tokens == options.rows(int(block)):
+            server_args.speculative_num_draft_tokens = int(block)  # handled already, in another process
+        speculative_hook._handle_dflash(server_args)
+        block = int(server_args.speculative_num_draft_tokens or DEFAULT_BLOCK)
+        server_args.speculative_dflash_block_size = block
+        server_args.speculative_num_draft_tokens = options.rows(block)
+        if options.mode != "linear":
+            _check(server_args)
+            server_args.speculative_eagle_topk = 2  # above 1, recurrent layers keep a state for every row of a tree
+        logger.info(
+            "DDTREE: mode %s, %d rows a request, block %d, budget %d, top-k %d",
+            options.mode,
+            server_args.speculative_num_draft_tokens,
+            block,
+            options.budget,
+            options.top_k,
+        )
+
+
+def _check(server_args: Any) -> None:
+    """Refuse by name what a tree cannot be combined with."""
+    from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
+
+    view = resolved_view(server_args)
+    prefill, decode = attention_backends_of(view)
+    verifies = decode if server_args.speculative_attention_mode == "decode" else prefill
+    if verifies not in MASKING_BACKENDS:
+        raise InvalidOption(
+            f"DDTREE needs an attention backend that takes a tree's mask ({', '.join(sorted(MASKING_BACKENDS))}), not "
+            f"{verifies}: add --attention-backend triton, or --speculative-ddtree-mode linear"
+        )
+    if view.page_size not in (None, 1):
+        raise InvalidOption(
+            f"DDTREE moves single tokens of the cache, but the page size is {view.page_size}: add --page-size 1, or "
+            "--speculative-ddtree-mode linear"
+        )
+    if server_args.speculative_draft_window_size is not None:
+        raise InvalidOption(
+            "DDTREE's trees know no --speculative-draft-window-size: drop it, or --speculative-ddtree-mode linear"
+        )

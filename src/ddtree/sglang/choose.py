@@ -1,0 +1,53 @@
+"""Every row's own token, by SGLang's penalties, biases, grammar masks and sampler."""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from sglang.srt.layers.logits_processor import LogitsProcessorOutput
+from sglang.srt.layers.sampler import apply_custom_logit_processor
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from torch import Tensor
+
+PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
+
+
+def adjust(logits: Tensor, info: Any, width: int, grammar_mask: Any) -> None:
+    """Apply what a request asks of its logits to all its rows, in place. logits: [B * N, V].
+
+    Penalties are SGLang's own for speculative decoding: every row has those of the committed tokens.
+    """
+    if info is not None:
+        if info.has_custom_logit_processor:
+            apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+        if info.acc_additive_penalties is not None:
+            logits.add_(info.acc_additive_penalties.repeat_interleave(width, 0))
+        if info.acc_scaling_penalties is not None:
+            apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(width, 0))
+        if info.logit_bias is not None:
+            logits.add_(info.logit_bias.repeat_interleave(width, 0))
+    if grammar_mask is not None:
+        grammar_mask.apply(logits)
+
+
+def choose(logits: Tensor, info: Any, positions: Tensor, sampler: Any, group: Any) -> Tensor:
+    """The token that follows each row: [B, N] int64.
+
+    Args:
+        logits: [B * N, V], adjusted; overwritten where anything is sampled.
+        positions: [B, N] of the rows, which seeded sampling draws by.
+        sampler: SGLang's; it draws for every row as plain decoding would at that place, so a path that follows what
+            was drawn has the target's own distribution.
+        group: the tensor-parallel group; what rank 0 drew counts.
+    """
+    batch, width = positions.shape
+    if info is None or info.is_all_greedy:
+        return logits.argmax(-1).view(batch, width)
+    wide = {name: getattr(info, name) for name in PER_REQUEST}
+    wide = {name: value.repeat_interleave(width, 0) for name, value in wide.items() if value is not None}
+    info = replace(info, **wide, has_custom_logit_processor=False, return_sampling_masks=None)
+    own = sampler(LogitsProcessorOutput(next_token_logits=logits), info, False, [], [], positions.flatten())
+    own = own.to(torch.int64)
+    if group.world_size > 1:
+        group.broadcast(own, src=0)
+    return own.view(batch, width)

@@ -1,0 +1,94 @@
+"""The few places where stock SGLang asks for the algorithm by another way than its registry."""
+
+import logging
+from typing import Any
+
+from ddtree.sglang.options import Options, add_flags
+
+logger = logging.getLogger(__name__)
+Original = Any  # what an AROUND hook wraps
+
+
+def flags(result: Any, parser: Any) -> None:
+    """After ServerArgs.add_cli_args: the plug-in's own flags."""
+    add_flags(parser)
+
+
+def attention_default(server_args: Any) -> None:
+    """Before SGLang chooses an attention backend: triton, where the user named none and trees are verified."""
+    if not _is_ours(server_args) or Options.read().mode == "linear":
+        return
+    named = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
+    if all(getattr(server_args, name) is None for name in named):
+        server_args.attention_backend = "triton"
+        logger.info("DDTREE: no --attention-backend was named; triton verifies trees")
+
+
+def captured_spec_info(original: Original, runner: Any, num_tokens: int) -> Any:
+    """Graph capture: a tree with a mask, where stock captures a DFLASH chain without one."""
+    if not _verifies_trees(runner.model_runner):
+        return original(runner, num_tokens)
+    return _dummy(runner.captured_req_width, runner.buffers.custom_mask)
+
+
+def dummy_verify_input(
+    original: Original, spec_algorithm: Any, server_args: Any, custom_mask: Any, num_tokens_per_req: int, is_draft: bool
+) -> Any:
+    """As captured_spec_info, for the warm-up."""
+    if is_draft or not _is_tree_algorithm(spec_algorithm):
+        return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft)
+    return _dummy(num_tokens_per_req, custom_mask)
+
+
+def row_headroom(original: Original, server_args: Any) -> int:
+    """Columns of req_to_token beyond the context: the scheduler reserves two rounds, stock's rows end before them."""
+    extra = int(original(server_args))
+    if not _is_ours(server_args):
+        return extra
+    return max(extra, 2 * int(server_args.speculative_num_draft_tokens) + 4)
+
+
+def count_penalties(original: Original, batch: Any) -> None:
+    """Before decoding: let penalties see the last token, as SGLang does for EAGLE and leaves out for DFLASH."""
+    if _is_algorithm(batch.spec_algorithm) and batch.sampling_info.penalizer_orchestrator.is_required:
+        batch.cumulate_penalty_output_tokens()
+    original(batch)
+
+
+def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | None:
+    """Why a request cannot be served: what stock DFLASH refuses, and custom_params that this server cannot honour."""
+    from sglang.srt.runtime_context import get_spec
+
+    reason = original(req, enable_overlap)
+    if reason is not None or str(get_spec().speculative_algorithm).upper() != "DDTREE":
+        return None if reason is None else str(reason)
+    return Options.read().refusal(req.sampling_params.custom_params, int(get_spec().speculative_dflash_block_size))
+
+
+def drafted_embeddings(result: Any, model_runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
+    """After the arguments of a forward without a graph: stock makes a block's embeddings bfloat16, whatever the model is."""
+    if model_runner.is_draft_worker and _is_algorithm(model_runner.spec_algorithm) and "input_embeds" in result:
+        result["input_embeds"] = forward_batch.input_embeds
+    return result
+
+
+def _dummy(width: int, mask: Any) -> Any:
+    from ddtree.sglang.verify import TreeVerifyInput
+
+    return TreeVerifyInput.dummy(width, mask)
+
+
+def _verifies_trees(model_runner: Any) -> bool:
+    return not model_runner.is_draft_worker and _is_tree_algorithm(model_runner.spec_algorithm)
+
+
+def _is_tree_algorithm(algorithm: Any) -> bool:
+    return _is_algorithm(algorithm) and Options.read().mode != "linear"
+
+
+def _is_algorithm(algorithm: Any) -> bool:
+    return getattr(algorithm, "name", None) == "DDTREE"
+
+
+def _is_ours(server_args: Any) -> bool:
+    return str(server_args.speculative_algorithm).upper() == "DDTREE"

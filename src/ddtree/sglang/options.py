@@ -1,0 +1,130 @@
+"""The plug-in's options: flags of `sglang serve`, kept in the environment, which SGLang's processes inherit."""
+
+import argparse
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ddtree.errors import InvalidOption
+from ddtree.kernels import PlanRow
+from ddtree.kernels.build import MOST_DEPTHS, MOST_RANKS, MOST_ROWS
+
+MODES = ("linear", "shadow-linear", "tree")
+REQUEST_FIELDS = ("ddtree_mode", "ddtree_budget")  # keys of a request's custom_params
+HELP = {
+    "mode": "DDTREE: linear is SGLang's own DFLASH chain; tree verifies a draft tree; shadow-linear verifies both, "
+    "commits the chain and counts what the tree would have accepted. Default: tree.",
+    "budget": "DDTREE: nodes of the tree, the root not counted. Default: 31.",
+    "top_k": "DDTREE: candidate tokens per depth that the tree may use. Default: 8.",
+}
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a server was started with."""
+
+    mode: str = "tree"
+    budget: int = 31  # nodes without the root; 31 + 1 rows fill a tile
+    top_k: int = 8
+
+    def __post_init__(self) -> None:
+        if self.mode not in MODES:
+            raise InvalidOption(f"{_names('mode')}: {self.mode!r} is unknown, choose one of {', '.join(MODES)}")
+        for name, most in (("budget", MOST_ROWS - 1), ("top_k", MOST_RANKS)):
+            value = getattr(self, name)
+            if not 1 <= value <= most:
+                raise InvalidOption(f"{_names(name)} must be from 1 to {most}, not {value}")
+
+    @classmethod
+    def read(cls, environment: Mapping[str, str] = os.environ) -> "Options":
+        """From the environment, where the flags leave theirs. Raises InvalidOption."""
+        found: dict[str, Any] = {}
+        for name in HELP:
+            text = environment.get(variable(name), "")
+            if text:
+                found[name] = text if name == "mode" else _whole(name, text)
+        return cls(**found)
+
+    def rows(self, block: int) -> int:
+        """Rows that the target verifies for one request, the root included. block: the drafter's block size.
+
+        Raises InvalidOption where they do not fit the kernels.
+        """
+        rows = {"linear": block, "tree": 1 + self.budget, "shadow-linear": block + self.budget}[self.mode]
+        if block - 1 > MOST_DEPTHS or rows > MOST_ROWS:
+            raise InvalidOption(
+                f"a block of {block} and a budget of {self.budget} make {rows} rows of {block - 1} depths; at most "
+                f"{MOST_ROWS} and {MOST_DEPTHS} can be verified: lower {_names('budget')}"
+            )
+        return rows
+
+    def plan(self, custom: Mapping[str, Any] | None, block: int) -> PlanRow:
+        """What one request verifies; its custom_params may narrow what the server was started with.
+
+        Raises InvalidOption for values that this server cannot honour.
+        """
+        custom = custom or {}
+        mode, budget = custom.get("ddtree_mode", self.mode), custom.get("ddtree_budget", self.budget)
+        if mode not in MODES:
+            raise InvalidOption(f"ddtree_mode {mode!r} is unknown: choose one of {', '.join(MODES)}")
+        if isinstance(budget, bool) or not isinstance(budget, int) or not 1 <= budget <= self.budget:
+            raise InvalidOption(f"ddtree_budget must be a whole number from 1 to {self.budget}, not {budget!r}")
+        plan = PlanRow(tree=mode != "linear", chain=mode != "tree", budget=budget, ranks=self.top_k, depth=block - 1)
+        if plan.rows > self.rows(block):
+            raise InvalidOption(
+                f"ddtree_mode {mode} needs {plan.rows} rows, but this server verifies {self.rows(block)}: start it with "
+                f"--speculative-ddtree-mode {'shadow-linear' if mode == 'shadow-linear' else 'tree'} and a larger budget"
+            )
+        return plan
+
+    def refusal(self, custom: Mapping[str, Any] | None, block: int) -> str | None:
+        """Why a request cannot be served as it asks; None where it can."""
+        if not any(name in (custom or {}) for name in REQUEST_FIELDS):
+            return None
+        if self.mode == "linear":
+            return (
+                None
+                if (custom or {}).get("ddtree_mode") == "linear"
+                else (f"this server was started with {_names('mode')} linear: requests cannot ask for trees")
+            )
+        try:
+            self.plan(custom, block)
+        except InvalidOption as error:
+            return str(error)
+        return None
+
+
+def variable(name: str) -> str:
+    """The environment's name of an option."""
+    return f"DDTREE_SGLANG_{name.upper()}"
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """Give SGLang's parser the plug-in's flags."""
+    parser.add_argument(_flag("mode"), choices=MODES, action=_ToEnvironment, help=HELP["mode"])
+    for name in ("budget", "top_k"):
+        parser.add_argument(_flag(name), type=int, action=_ToEnvironment, help=HELP[name])
+
+
+class _ToEnvironment(argparse.Action):
+    """ServerArgs drops flags that are no field of it; the processes that SGLang starts inherit the environment."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
+        setattr(namespace, self.dest, values)
+        os.environ[variable(self.dest.removeprefix("speculative_ddtree_"))] = str(values)
+
+
+def _flag(name: str) -> str:
+    return f"--speculative-ddtree-{name.replace('_', '-')}"
+
+
+def _names(name: str) -> str:
+    return f"{_flag(name)} (${variable(name)})"
+
+
+def _whole(name: str, text: str) -> int:
+    try:
+        return int(text)
+    except ValueError:
+        raise InvalidOption(f"{_names(name)} must be a whole number, not {text!r}") from None

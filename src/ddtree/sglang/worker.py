@@ -1,0 +1,239 @@
+"""The round: draft a block, grow the tree, verify it under its mask, accept a path, move its cache, feed the drafter."""
+
+from copy import deepcopy
+from typing import Any
+
+import torch
+from sglang.srt.distributed import get_tp_group
+from sglang.srt.managers.scheduler import GenerationBatchResult
+from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.speculative.dflash_info import DFlashVerifyInput
+from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+from sglang.srt.speculative.spec_utils import (
+    GrammarTree,
+    build_grammar_vocab_mask,
+    commit_mamba_states_after_verify,
+    prepare_mamba_track_for_verify,
+)
+from torch import Tensor
+
+from ddtree import kernels
+from ddtree.kernels import Plan, PlanRow
+from ddtree.sglang import rows as lay
+from ddtree.sglang.choose import adjust, choose
+from ddtree.sglang.head import TopKHead
+from ddtree.sglang.options import Options
+from ddtree.sglang.verify import MaskRoom, TreeVerifyInput
+from ddtree.tree import Accepted, RoundState, Rows
+
+FULL_MASK_BACKENDS = ("flashinfer",)  # read the mask of the cached tokens too
+
+
+class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
+    """SGLang's DFLASH worker with a round of its own for decoding; prefill and start are SGLang's."""
+
+    def __init__(self, server_args: Any, *rest: Any, **named: Any) -> None:
+        self.options = Options.read()
+        draft_args = deepcopy(server_args)  # the draft side drafts one block, in a chain
+        block = int(server_args.speculative_dflash_block_size)
+        draft_args.override("ddtree.draft", speculative_num_draft_tokens=block, speculative_eagle_topk=1)
+        super().__init__(draft_args, *rest, **named)
+        self.server_args = server_args
+        self.width, self.depth = self.options.rows(block), block - 1
+        self.group = get_tp_group()
+        self._head: TopKHead | None = None
+        self._planned: list[PlanRow] = []
+        self._room: _Room | None = None
+
+    def _validate_phase1_sampling_support(self, batch: Any) -> None:
+        """Stock warns where its own sampling needs a GPU; ours is SGLang's sampler, which runs everywhere."""
+
+    def _maybe_build_draft_sampler(self) -> TopKHead | None:
+        """What SGLang captures into the draft graph."""
+        stock = super()._maybe_build_draft_sampler()
+        if stock is None:
+            return None
+        return self._make_head(stock.out.shape[0] // self.depth)
+
+    def forward_batch_generation(self, batch: Any, *rest: Any, **named: Any) -> Any:
+        """Stock for prefill and idle batches, else one round."""
+        mode = batch.forward_mode
+        if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle() or batch.spec_info is None:
+            return super().forward_batch_generation(batch, *rest, **named)
+        return self.round(batch, *rest, **named)
+
+    def round(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
+        """One round of all running requests."""
+        lengths, room = batch.seq_lens, self._room_for(batch)
+        if lengths.is_cuda:  # it may come from another stream
+            lengths.record_stream(torch.cuda.current_stream())
+        # A DFLASH-family verify tells the scheduler that req_to_token may be reused as soon as its graph starts, so
+        # every slot is looked up before it.
+        table = self.model_runner.req_to_token_pool.req_to_token
+        bonus, pool = batch.spec_info.bonus_tokens, batch.req_pool_indices
+        block = lay.stage(bonus, lengths, pool, table, room.state, int(self._mask_token_id), self.block_size)
+        log_q, tokens = self.propose(batch, block)
+        kernels.build(log_q, tokens, room.plan, room.state, self.width)
+        rows = room.rows(len(lengths))
+        logits_output, graph, links, forward, grammar_mask = self._verify(batch, rows, block, grammar_barrier)
+
+        logits = logits_output.next_token_logits
+        adjust(logits, batch.sampling_info, self.width, grammar_mask)
+        own = choose(logits, batch.sampling_info, links.positions, self.model_runner.sampler, self.group)
+        accepted, other = self._accept(room, rows, own)
+        kept = lay.commit(accepted, lengths, block)
+        if on_publish is not None:
+            on_publish(kept.lengths)
+        self._keep(batch, kept, block, logits_output)
+        logits_output.hidden_states = None  # large; the scheduler would copy it to the host
+        return GenerationBatchResult(
+            logits_output=logits_output,
+            next_token_ids=kept.tokens.flatten(),
+            accept_lens=kept.counts,
+            cap_lens=other,
+            can_run_cuda_graph=graph,
+            next_draft_input=self._make_next_draft_input_decode(bonus_tokens=kept.bonus, new_seq_lens=kept.lengths),
+            speculative_num_draft_tokens=self.block_size,
+            new_seq_lens=kept.lengths,
+            extra_keep_alive_refs=[forward],
+        )
+
+    def propose(self, batch: Any, block: lay.Block) -> tuple[Tensor, Tensor]:
+        """The drafter's candidates: log_q [B, D, K] float32 and tokens [B, D, K] int64."""
+        target, size = self.model_runner.model, len(block.ids)
+        embeds = target.get_input_embeddings()(block.ids)
+        lengths, total = self._bounds(batch, self.block_size)
+        forward = ForwardBatch(
+            forward_mode=ForwardMode.TARGET_VERIFY,
+            batch_size=size,
+            input_ids=block.ids.flatten(),
+            req_pool_indices=batch.req_pool_indices,
+            seq_lens=batch.seq_lens,
+            out_cache_loc=block.slots.flatten(),
+            seq_lens_sum=total,
+            seq_lens_cpu=lengths.to(torch.int32),
+            positions=block.positions.flatten(),
+            input_embeds=embeds.view(-1, embeds.shape[-1]),
+            spec_algorithm=SpeculativeAlgorithm.DFLASH,
+            spec_info=self._draft_block_spec_info,
+            capture_hidden_mode=CaptureHiddenMode.NULL,
+        )
+        with torch.inference_mode():
+            out = self.draft_model_runner.forward(forward)
+            if self._draft_sampler is not None and out.can_run_graph:
+                return self._draft_sampler.read(size)
+            if self._head is None or self._head.batch < size:
+                self._head = self._make_head(size)
+            self._head(out.logits_output.hidden_states)
+            return self._head.read(size)
+
+    def _verify(self, batch: Any, rows: Rows, block: lay.Block, barrier: Any) -> tuple[Any, bool, lay.Links, Any, Any]:
+        """The target over the rows: its output, whether a graph ran, the rows' links, what must live on, the grammar."""
+        lengths, room = batch.seq_lens, self._room
+        assert room is not None
+        host_lengths, total = self._bounds(batch, self.width)
+        buffer, mask = room.mask.take(lengths, total)
+        links = lay.lay(rows, lengths, buffer, prefix=room.mask.prefix)
+        verify = TreeVerifyInput.of(
+            self.width,
+            self.depth,
+            mask,
+            draft_token=rows.tokens.reshape(-1),
+            positions=links.positions.flatten(),
+            retrieve_index=room.index[: len(lengths)],
+            retrieve_next_token=links.first_child,
+            retrieve_next_sibling=links.next_sibling,
+        )
+        batch.out_cache_loc = block.row_slots.flatten()
+        grammar = None
+        if batch.has_grammar:
+            grammar = GrammarTree.from_device(links.first_child, links.next_sibling, rows.tokens.contiguous())
+        if self._need_mamba_verify_commit:
+            prepare_mamba_track_for_verify(batch)
+        before = batch.seq_lens_cpu, batch.seq_lens_sum
+        batch.seq_lens_cpu, batch.seq_lens_sum = host_lengths, total
+        forward, graph = DFlashVerifyInput.prepare_for_verify(verify, batch, self.target_worker)  # of any verify input
+        batch.seq_lens_cpu, batch.seq_lens_sum = before
+        out = self.target_worker.forward_batch_generation(
+            batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
+        )
+        grammar_mask = None
+        if grammar is not None:  # host work, while the target computes
+            grammar_mask = build_grammar_vocab_mask(
+                reqs=batch.reqs,
+                tree=grammar,
+                sampling_info=batch.sampling_info,
+                device=lengths.device,
+                barrier=barrier,
+            )
+        return out.logits_output, graph, links, forward, grammar_mask
+
+    def _accept(self, room: "_Room", rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
+        """The path that is committed; and the tokens a round that the tree would have kept, where a chain is."""
+        size = len(own)
+        if not any(row.tree and row.chain for row in self._planned):
+            return kernels.accept(rows, own, self.depth), None
+        state = room.state
+        accepted = kernels.accept(rows, own, self.depth, state.member[:size, : self.width])
+        tree = kernels.accept(rows, own, self.depth, state.tree[:size, : self.width])
+        return accepted, (tree.count + 1).to(torch.int32)
+
+    def _keep(self, batch: Any, kept: lay.Kept, block: lay.Block, output: Any) -> None:
+        """Commit the path: recurrent state, keys and values, and the drafter's context."""
+        if self._need_mamba_verify_commit:
+            commit_mamba_states_after_verify(self.target_worker, batch, kept.counts, kept.index, self.width)
+        cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
+        cache.move_kv_cache(kept.to_slots.flatten(), kept.from_slots.flatten())
+        self._append_target_hidden_to_draft_kv_by_loc(
+            target_hidden=output.hidden_states[kept.features.flatten()],
+            cache_loc=block.slots.flatten(),
+            cache_loc_2d=block.slots,
+            positions=block.positions.flatten(),
+            commit_lens=kept.counts,
+        )
+
+    def _bounds(self, batch: Any, extra: int) -> tuple[Tensor, int]:
+        """Lengths for the host's planning, which may be too large: with overlap the host does not know them."""
+        draft = batch.spec_info
+        if batch.seq_lens_cpu is not None:
+            lengths = batch.seq_lens_cpu + extra
+        elif draft.reserved_seq_lens_cpu is not None:
+            lengths = draft.reserved_seq_lens_cpu
+        else:
+            lengths = batch.seq_lens.cpu() + extra
+        return lengths, int(lengths.sum())
+
+    def _make_head(self, batch: int) -> TopKHead:
+        head = getattr(self.model_runner.model, "lm_head", None)
+        return TopKHead(head, self.group, self.block_size, self.options.top_k, batch)
+
+    def _room_for(self, batch: Any) -> "_Room":
+        """The tensors of a round, with the plan of these requests."""
+        size = len(batch.seq_lens)
+        if self._room is None or len(self._room.index) < size:
+            self._room, self._planned = _Room(self, size), []
+        plans = [self.options.plan(req.sampling_params.custom_params, self.block_size) for req in batch.reqs]
+        if plans != self._planned:
+            self._room.plan.write(plans + [PlanRow()] * (len(self._room.index) - size), self.width)
+            self._planned = plans
+        return self._room
+
+
+class _Room:
+    """Tensors that live from round to round: they are read only by launches of the round that wrote them."""
+
+    def __init__(self, worker: DDTreeWorker, size: int) -> None:
+        runner, device = worker.model_runner, worker.device
+        size = max(size, 16)
+        self.state = RoundState.allocate(size, worker.width, worker.depth, device)
+        self.plan = Plan.allocate(size, device)
+        self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
+        backend = runner.attn_backend
+        prefix = runner.server_args.get_attention_backends()[0] in FULL_MASK_BACKENDS
+        self.mask = MaskRoom(backend, runner.model_config.context_len, worker.width, prefix)
+
+    def rows(self, size: int) -> Rows:
+        """The rows of the first `size` requests."""
+        state = self.state
+        return Rows(state.tokens[:size], state.parents[:size], state.depths[:size], state.ancestors[:size])

@@ -1,0 +1,10 @@
+"""These tests run SGLang itself and so need its environment: `make test-sglang`. Elsewhere they are not collected."""
+
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+if find_spec("sglang") is None:
+    collect_ignore_glob = ["test_*.py"]
+else:
+    sys.path.insert(0, str(Path(__file__).parent))

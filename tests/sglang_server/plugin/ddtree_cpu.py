@@ -1,0 +1,129 @@
+"""What a machine without a GPU needs to run SGLang's DFLASH family, for tests alone. Stock has CUDA code there.
+
+And a drafter that follows a script, since random weights are never right.
+"""
+
+import json
+import os
+
+import torch
+import torch.nn.functional as F
+
+
+def register():
+    """SGLang's entry point. Loaded beside ddtree's own plug-in."""
+    import sglang.srt.speculative.draft_worker_common as common
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    from ddtree.sglang import algorithm
+
+    algorithm.MASKING_BACKENDS.add("torch_native")
+    common._SUPPORTED_DRAFT_BACKENDS += ("torch_native",)
+    torch.Tensor.record_stream = lambda self, stream: None
+    around = {
+        "arg_groups.speculative_hook._handle_dflash": settle_arguments,
+        "layers.attention.torch_native_backend.TorchNativeAttnBackend.forward_extend": attend,
+        "speculative.dflash_worker_v2.assign_extend_cache_locs_func": slots_of_block,
+        "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": verify,
+        "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": seed,
+    }
+    for target, hook in around.items():
+        HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
+    HookRegistry.register("ddtree.sglang.worker.DDTreeWorker.propose", propose, HookType.AROUND)
+
+
+def settle_arguments(original, server_args):
+    """Stock refuses the CPU; here is what it settles besides."""
+    server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
+    server_args.speculative_draft_attention_backend = "torch_native"
+
+
+def slots_of_block(original, *, req_pool_indices, req_to_token, start_offset, end_offset, draft_token_num, **_):
+    """What stock's CUDA kernel looks up."""
+    at = start_offset[:, None] + torch.arange(draft_token_num)
+    return req_to_token[req_pool_indices[:, None], at].flatten().to(torch.int64)
+
+
+def attend(original, self, q, k, v, layer, forward, save_kv_cache=True):
+    """Verify forwards, with the mask that the verify input carries; stock's torch backend knows neither."""
+    if not forward.forward_mode.is_target_verify():
+        return original(self, q, k, v, layer, forward, save_kv_cache)
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool = self.token_to_kv_pool
+    if save_kv_cache:
+        pool.set_kv_buffer(layer, KVWriteLoc(forward.out_cache_loc, self.swa_out_cache_loc), k, v)
+    batch, mask, start, out = forward.batch_size, getattr(forward.spec_info, "custom_mask", None), 0, []
+    rows = q.shape[0] // batch
+    queries = q.view(batch, rows, layer.tp_q_head_num, layer.qk_head_dim)
+    keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
+    for b, length in enumerate(forward.seq_lens.tolist()):
+        slots = self.req_to_token_pool.req_to_token[forward.req_pool_indices[b], : length + rows].long()
+        seen = torch.ones(rows, length + rows, dtype=torch.bool)
+        if mask is not None:
+            size = rows * (length + rows)
+            seen[:, length:] = mask[start : start + size].view(rows, length + rows)[:, length:].bool()
+            start += size
+        elif layer.attn_type.value != "encoder_only":
+            seen[:, length:] = torch.ones(rows, rows, dtype=torch.bool).tril()
+        head = F.scaled_dot_product_attention(
+            queries[b].transpose(0, 1)[None],
+            keys[slots].transpose(0, 1)[None].to(q.dtype),
+            values[slots].transpose(0, 1)[None].to(q.dtype),
+            attn_mask=seen[None, None],
+            scale=layer.scaling,
+            enable_gqa=True,
+        )
+        out.append(head[0].transpose(0, 1).reshape(rows, -1))
+    return torch.cat(out)
+
+
+def seed(original, cls, batch, vocab_size):
+    """Seeded sampling, which SGLang has for deterministic inference alone: the same tokens in every mode."""
+    info = original(cls, batch, vocab_size)
+    seeds = [42 if req.sampling_params.sampling_seed is None else req.sampling_params.sampling_seed for req in batch.reqs]
+    info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
+    return info
+
+
+def propose(original, self, batch, block):
+    """The drafter's own candidates, written down; then the script's."""
+    log_q, tokens = original(self, batch, block)
+    write_down(batch, tokens[:, :, 0])
+    return scripted(batch, *tokens.shape[1:])
+
+
+def verify(original, self, batch, target_worker):
+    """Stock's own chain, written down; then the script's best."""
+    if type(self).__name__ == "DFlashVerifyInput":
+        chain = self.draft_token.view(len(batch.reqs), -1)[:, 1:]
+        write_down(batch, chain)
+        chain.copy_(scripted(batch, chain.shape[1], 3)[1][:, :, 0])
+    return original(self, batch, target_worker)
+
+
+def scripted(batch, depths, ranks):
+    """A drafter that knows the answers: at a rank that depends on the position, and at every sixth not at all."""
+    with open(os.environ["DDTREE_TEST_SCRIPT"]) as file:
+        answers = json.load(file)
+    log_q = torch.log_softmax(-0.7 * torch.arange(ranks).float(), 0).expand(len(batch.reqs), depths, ranks).clone()
+    tokens = torch.empty(len(batch.reqs), depths, ranks, dtype=torch.int64)
+    for b, req in enumerate(batch.reqs):
+        known = list(req.origin_input_ids) + list(req.output_ids)
+        answer = next((ids for ids in answers if ids[: len(known)] == known), known)
+        for d in range(depths):
+            place = int(batch.seq_lens[b]) + 1 + d
+            right = answer[place] if place < len(answer) and place % 6 else -1
+            others = [token for token in range(5 + place % 50, 500) if token != right][:ranks]
+            tokens[b, d] = torch.tensor(others)  # no token twice: siblings of a tree differ
+            if right >= 0:
+                tokens[b, d, (place * 5) % 3] = right
+    return log_q, tokens
+
+
+def write_down(batch, chain):
+    """One line a request: how many tokens are in the cache, and the drafter's own chain."""
+    with open(os.environ["DDTREE_TEST_LOG"], "a") as file:
+        for b, req in enumerate(batch.reqs):
+            ids = list(req.origin_input_ids) + list(req.output_ids)
+            file.write(json.dumps({"ids": ids, "chain": chain[b].tolist()}) + "\n")

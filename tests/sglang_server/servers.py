@@ -1,0 +1,158 @@
+"""SGLang servers on the CPU, and what is asked of them."""
+
+import json
+import os
+import random
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__).parent
+CONTEXT = 96
+START_S, ANSWER_S = 300, 240  # limits; a start takes half a minute on an idle machine
+PROMPTS = [[10, 20, 30, 40, 50], [7, 99, 123, 45, 300, 6, 77], [200, 201, 5, 9], [33, 34, 35, 36, 37, 38, 39, 40]]
+LONG = [11 + 3 * i for i in range(CONTEXT - 20)]
+TOKENS = 20
+REGEX = "(yes|no), [a-z]{3,8}!"
+SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
+
+
+@dataclass
+class Server:
+    """One running server."""
+
+    port: int
+    log: Path
+
+    def post(self, path: str, body: dict[str, Any]) -> Any:
+        """The answer, or the error's."""
+        request = urllib.request.Request(
+            f"http://127.0.0.1:{self.port}{path}", json.dumps(body).encode(), {"Content-Type": "application/json"}
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=ANSWER_S) as answer:
+                text = answer.read().decode()
+        except urllib.error.HTTPError as error:
+            text = error.read().decode()
+        return json.loads(text) if text.startswith(("{", "[")) else text
+
+    def generate(self, ids: list[int], tokens: int = TOKENS, rid: str | None = None, **params: Any) -> Any:
+        """Greedy unless told otherwise."""
+        params = {"temperature": 0, "max_new_tokens": tokens, "ignore_eos": True, **params}
+        return self.post("/generate", {"input_ids": ids, "sampling_params": params, **({"rid": rid} if rid else {})})
+
+    def metrics(self) -> str:
+        """What Prometheus would read."""
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=ANSWER_S) as answer:
+            return str(answer.read().decode())
+
+
+@contextmanager
+def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
+    """A server of the tiny model in `folder`, with the CPU's plug-in; its log lies there too."""
+    port, log = _free_port(), folder / f"{name}.log"
+    command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "target")]
+    command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
+    command += ["--attention-backend", "torch_native", "--sampling-backend", "pytorch", "--grammar-backend", "xgrammar"]
+    command += ["--context-length", str(CONTEXT), "--max-total-tokens", "2048", "--max-running-requests", "4"]
+    command += ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", *arguments]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
+    environment |= {
+        "PYTHONPATH": f"{HERE / 'plugin'}{os.pathsep}{HERE / 'stubs'}",
+        "TRITON_INTERPRET": "1",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        "DDTREE_TEST_SCRIPT": str(folder / "script.json"),
+        "DDTREE_TEST_LOG": str(folder / f"{name}.chains"),
+    }
+    with log.open("w") as output:
+        process = subprocess.Popen(
+            command, stdout=output, stderr=subprocess.STDOUT, env=environment, start_new_session=True
+        )
+    try:
+        _await(process, port, log)
+        yield Server(port, log)
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+@dataclass
+class Answers:
+    """What one server said to everything that the tests ask."""
+
+    alone: list[Any] = field(default_factory=list)
+    together: list[Any] = field(default_factory=list)
+    continued: Any = None  # a prompt that ends within the first answer, whose cache a tree wrote
+    limit: Any = None
+    sampled: list[Any] = field(default_factory=list)
+    regex: Any = None
+    biased: Any = None
+    penalised: Any = None
+    aborted: Any = None
+    after: Any = None  # the first prompt, once more, after all that
+    metrics: str = ""
+    requests: dict[str, Any] = field(default_factory=dict)  # what requests asked of the plug-in itself
+
+
+def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
+    """Everything, in one order. requests: name -> custom_params of a further greedy request."""
+    found = Answers()
+    found.alone = [server.generate(ids) for ids in PROMPTS]
+    with ThreadPoolExecutor(len(PROMPTS)) as pool:
+        found.together = list(pool.map(server.generate, PROMPTS))
+    first = PROMPTS[0] + found.alone[0]["output_ids"][: TOKENS // 2]
+    found.continued = server.generate(first, TOKENS // 2)
+    found.limit = server.generate(LONG, 10 * CONTEXT)
+    filters: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.8}]
+    found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
+    found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)
+    found.biased = server.generate(PROMPTS[0], logit_bias={"17": 60.0})
+    found.penalised = server.generate(PROMPTS[0], frequency_penalty=2.0, repetition_penalty=1.5)
+    found.aborted = _aborted(server)
+    found.after = server.generate(PROMPTS[0])
+    found.requests = {name: server.generate(PROMPTS[0], custom_params=asked) for name, asked in requests.items()}
+    found.metrics = server.metrics()
+    return found
+
+
+def _aborted(server: Server) -> Any:
+    """What a request says that is cut while it runs."""
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(server.generate, PROMPTS[3], CONTEXT - 20, "to-be-cut")
+        while not re.search(r'num_running_reqs\{[^}]*\} [1-9]', server.metrics()) and not answer.done():
+            time.sleep(0.05)
+        server.post("/abort_request", {"rid": "to-be-cut"})
+        return answer.result()
+
+
+def _free_port() -> int:
+    """Below the range from which the system gives ports to SGLang's own sockets."""
+    while True:
+        port = random.randrange(20000, 30000)
+        with socket.socket() as probe:
+            if probe.connect_ex(("127.0.0.1", port)):
+                return port
+
+
+def _await(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
+    end = time.monotonic() + START_S
+    while time.monotonic() < end and process.poll() is None:
+        try:
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5)
+        except OSError:
+            time.sleep(0.2)
+        else:
+            return
+    raise AssertionError(f"the server did not start:\n{log.read_text()[-5000:]}")
