@@ -1,10 +1,11 @@
-# Everything is installed into .venv in this folder; the embedded model goes into the user's cache folder (or into
+# Everything is installed into .venv (and .venv-sglang) in this folder; the embedded model goes into the user's cache folder (or into
 # $DDTREE_CACHE). Nothing else is written.
 #
 #   make serve                        set up what is missing, then serve the embedded model on 127.0.0.1:30000
 #   make serve ARGS="--mode linear"   the same with options of `ddtree serve`
 #   make test                         lint, types, import arrows and the fast tests (ARGS goes to pytest)
 #   make test-full                    the tests alone, the long ones too
+#   make test-sglang                  the plug-in inside SGLang, on the CPU, in an environment of its own (.venv-sglang)
 #   make setup | make clean           only the set-up | remove .venv and the tools' caches
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_ARGS="..." goes to every pip install, for example to choose
@@ -17,6 +18,9 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 
 VENV := .venv
+SGLANG_VENV := .venv-sglang
+SGLANG := 0.5.17
+SGLANG_NEXT := 0.5.23
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
@@ -25,7 +29,7 @@ ifeq ($(wildcard $(HOME)/.rustup),)
 export RUSTUP_HOME ?= $(CURDIR)/$(VENV)/.rustup
 endif
 
-.PHONY: serve test test-full setup clean
+.PHONY: serve test test-full test-sglang setup clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.runtime
@@ -41,10 +45,14 @@ test: $(VENV)/.dev
 test-full: $(VENV)/.dev
 	$(BIN)/python -m pytest -m "full or not full" $(ARGS)
 
+# SGLang's wheels are for CPython 3.11 to 3.13 on Linux. Only float32 on the CPU runs here: no GPU is needed, nor used.
+test-sglang: $(SGLANG_VENV)/.ready
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest tests/sglang_server $(ARGS)
+
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(SGLANG_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed anew only when pyproject.toml or constraints.txt change.
@@ -62,4 +70,13 @@ $(VENV)/.runtime: $(VENV)/.python pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.runtime
 	$(INSTALL) --editable ".[dev]"
+	@touch $@
+
+SGLANG_INSTALL = $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
+$(SGLANG_VENV)/.ready: tests/sglang_server/requirements.txt pyproject.toml
+	@command -v "$(PYTHON)" >/dev/null || { echo "there is no '$(PYTHON)'. Try: make test-sglang PYTHON=/path/to/python3"; exit 1; }
+	"$(PYTHON)" -m venv $(SGLANG_VENV)
+	$(SGLANG_INSTALL) --requirement tests/sglang_server/requirements.txt
+	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG) --editable .
+	$(SGLANG_VENV)/bin/python -m pip download --no-deps --dest $(SGLANG_VENV)/wheels $(PIP_ARGS) sglang==$(SGLANG_NEXT)
 	@touch $@

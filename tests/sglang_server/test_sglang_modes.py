@@ -1,6 +1,8 @@
 """Every mode gives plain SGLang's own tokens in float32, whatever is asked, with a drafter that is often right."""
 
 import json
+import re
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +49,23 @@ def answers(folder: Path, plain: Answers, mode: str) -> Answers:
     arguments = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(folder / "drafter")]
     arguments += ["--speculative-num-draft-tokens", str(BLOCK), "--speculative-ddtree-mode", mode]
     with serve(folder, mode, [*arguments, "--speculative-ddtree-budget", str(BUDGET)]) as server:
-        return ask(server, REQUESTS)
+        found = ask(server, REQUESTS)
+    (folder / f"{mode}.json").write_text(json.dumps(asdict(found)))
+    return found
+
+
+@pytest.fixture
+def linear(folder: Path, answers: Answers) -> Answers:
+    """What the linear server answered; it comes first."""
+    path = folder / "linear.json"
+    if not path.exists():
+        pytest.skip("nothing to compare with: the linear server was not asked")
+    return Answers(**json.loads(path.read_text()))
+
+
+def rounds(answers: Answers) -> list[int]:
+    """Verify rounds of each of the prompts."""
+    return [answer["meta_info"]["spec_verify_ct"] for answer in answers.alone]
 
 
 def ids(answer: Any) -> list[int]:
@@ -87,7 +105,7 @@ def test_sampled(plain: Answers, answers: Answers, mode: str) -> None:
 def test_regex(plain: Answers, answers: Answers) -> None:
     assert ids(answers.regex) == ids(plain.regex)
     assert answers.regex["text"] == plain.regex["text"]
-    assert __import__("re").match(REGEX, answers.regex["text"])
+    assert re.fullmatch(REGEX, answers.regex["text"])
 
 
 def test_bias(plain: Answers, answers: Answers) -> None:
@@ -97,3 +115,55 @@ def test_bias(plain: Answers, answers: Answers) -> None:
 def test_abort(plain: Answers, answers: Answers) -> None:
     assert answers.aborted["meta_info"]["finish_reason"]["type"] == "abort"
     assert ids(answers.after) == ids(plain.alone[0])
+
+
+def test_acceptance(answers: Answers, linear: Answers, mode: str) -> None:
+    chain = sum(rounds(linear))
+    if mode == "tree":
+        assert sum(rounds(answers)) < chain
+    else:  # shadow-linear commits what DFLASH commits
+        assert rounds(answers) == rounds(linear)
+    told = [answer["meta_info"].get("spec_cap_length") for answer in answers.alone]
+    if mode == "shadow-linear":
+        accepted = [answer["meta_info"]["spec_accept_length"] for answer in answers.alone]
+        assert all(tree >= kept - 0.5 for tree, kept in zip(told, accepted, strict=True))
+        assert sum(told) > 1.1 * sum(accepted)
+    else:
+        assert told == [None] * len(PROMPTS)
+
+
+def test_metrics(answers: Answers, mode: str) -> None:
+    found = dict(
+        re.findall(r'^(ddtree_\w+)_total\{mode="' + mode + r'"[^}]*\} ([\d.e+]+)$', answers.metrics, re.MULTILINE)
+    )
+    counted = float(found["ddtree_rounds"])
+    assert sum(rounds(answers)) < counted < float(found["ddtree_committed_tokens"])
+    assert ("ddtree_shadow_tree_tokens" in found) == (mode == "shadow-linear")
+    if mode == "shadow-linear":
+        assert counted < float(found["ddtree_shadow_tree_tokens"])
+
+
+def test_the_drafter_sees_what_it_sees_in_stock(folder: Path, linear: Answers, mode: str) -> None:
+    """Its own proposals depend on every feature in its cache, so one row at a wrong place would show."""
+
+    def chains(name: str) -> dict[tuple[int, ...], list[int]]:
+        lines = [json.loads(line) for line in (folder / f"{name}.chains").read_text().splitlines()]
+        return {tuple(line["ids"]): line["chain"] for line in lines}
+
+    ours, stock = chains(mode), chains("linear")
+    common = ours.keys() & stock.keys()
+    assert len(common) > 20
+    assert {key: ours[key] for key in common} == {key: stock[key] for key in common}
+
+
+def test_requests_narrow_what_the_server_does(plain: Answers, answers: Answers, linear: Answers, mode: str) -> None:
+    assert ids(answers.requests["linear"]) == ids(plain.alone[0])
+    assert answers.requests["linear"]["meta_info"]["spec_verify_ct"] == rounds(linear)[0]
+    if mode != "linear":
+        assert ids(answers.requests["small"]) == ids(plain.alone[0])
+        assert "from 1 to 15, not 16" in json.dumps(answers.requests["large"])
+        assert "'bush' is unknown" in json.dumps(answers.requests["unknown"])
+    else:
+        assert all(
+            "cannot ask for trees" in json.dumps(answers.requests[name]) for name in ("small", "large", "unknown")
+        )

@@ -3,6 +3,7 @@
 import logging
 from typing import Any
 
+from ddtree.sglang import metrics
 from ddtree.sglang.options import Options, add_flags
 
 logger = logging.getLogger(__name__)
@@ -66,10 +67,16 @@ def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | 
 
 
 def drafted_embeddings(result: Any, model_runner: Any, forward_batch: Any, *rest: Any, **named: Any) -> Any:
-    """After the arguments of a forward without a graph: stock makes a block's embeddings bfloat16, whatever the model is."""
+    """After the arguments of a forward without a graph: stock makes a block's embeddings bfloat16 in every model."""
     if model_runner.is_draft_worker and _is_algorithm(model_runner.spec_algorithm) and "input_embeds" in result:
         result["input_embeds"] = forward_batch.input_embeds
     return result
+
+
+def count_rounds(result: Any, reporter: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
+    """After SGLang has counted a batch's rounds: count them beside it."""
+    if reporter.enable_metrics and _is_algorithm(reporter.scheduler.spec_algorithm):
+        metrics.count(bs, num_correct_drafts + bs, int(named.get("num_cap_tokens", 0)))
 
 
 def _dummy(width: int, mask: Any) -> Any:

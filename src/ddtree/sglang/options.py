@@ -73,8 +73,9 @@ class Options:
         plan = PlanRow(tree=mode != "linear", chain=mode != "tree", budget=budget, ranks=self.top_k, depth=block - 1)
         if plan.rows > self.rows(block):
             raise InvalidOption(
-                f"ddtree_mode {mode} needs {plan.rows} rows, but this server verifies {self.rows(block)}: start it with "
-                f"--speculative-ddtree-mode {'shadow-linear' if mode == 'shadow-linear' else 'tree'} and a larger budget"
+                f"ddtree_mode {mode} needs {plan.rows} rows, but this server verifies {self.rows(block)}: start it "
+                f"with {'--speculative-ddtree-mode ' if mode == 'shadow-linear' else 'a larger budget than '}"
+                f"{mode if mode == 'shadow-linear' else self.budget}"
             )
         return plan
 

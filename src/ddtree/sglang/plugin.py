@@ -44,6 +44,11 @@ HOOKS = (
     ("mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len", hooks.row_headroom, "AROUND"),
     ("speculative.spec_utils.spec_prepare_for_decode", hooks.count_penalties, "AROUND"),
     ("model_executor.model_runner.ModelRunner._extend_forward_kwargs", hooks.drafted_embeddings, "AFTER"),
+    (
+        "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.update_spec_metrics",
+        hooks.count_rounds,
+        "AFTER",
+    ),
     ("managers.scheduler.validate_dflash_request", hooks.refuse_request, "AROUND"),
 )
 

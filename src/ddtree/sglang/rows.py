@@ -1,6 +1,7 @@
 """What SGLang's caches, masks and links want of a round: three launches beside those of ddtree.kernels."""
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -147,7 +148,7 @@ def commit(accepted: Accepted, lengths: Tensor, block: Block) -> Kept:
     return Kept(tokens, counts, narrow[0], narrow[1], from_slots, to_slots, features, index)
 
 
-def _jit():  # type: ignore[no-untyped-def]
+def _jit() -> Any:
     from ddtree.sglang import rows_jit
 
     return rows_jit

@@ -1,3 +1,4 @@
+# ruff: noqa: E501 (a signature is one string)
 """The functions and fields of SGLang that the plug-in calls, hooks or overrides, by release."""
 
 from collections.abc import Mapping
@@ -50,6 +51,7 @@ _0_5_17 = Release(
         "layers.sampler:Sampler.forward": "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions)",
         "layers.sampler:apply_custom_logit_processor": "(logits, sampling_batch_info, num_tokens_in_batch=1)",
         "sampling.penaltylib.repetition_penalty:apply_scaling_penalties": "(logits, scaling_penalties)",
+        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter.update_spec_metrics": "(self, bs, num_correct_drafts, num_block_accept_tokens=0, num_cap_tokens=0)",
         "managers.tp_worker:TpModelWorker.forward_batch_generation": "(self, batch, forward_batch=None, pp_proxy_tensors=None, is_verify=False, skip_attn_backend_init=None, *, capture_hidden_mode=None)",
         "mem_cache.memory_pool:MHATokenToKVPool.move_kv_cache": "(self, tgt_loc, src_loc)",
         "layers.attention.verify_mask:VerifyMask.fits": "(self, bs)",
@@ -142,7 +144,7 @@ _0_5_17 = Release(
         ),
         "sampling.sampling_params:SamplingParams": ("custom_params",),
         "layers.attention.verify_mask:VerifyMask": ("buffer",),
-        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter": ("update_spec_metrics",),
+        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter": ("enable_metrics", "scheduler"),
     },
 )
 

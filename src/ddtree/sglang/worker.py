@@ -1,4 +1,4 @@
-"""The round: draft a block, grow the tree, verify it under its mask, accept a path, move its cache, feed the drafter."""
+"""The round: draft a block, grow the tree, verify it under its mask, accept a path, commit it, feed the drafter."""
 
 from copy import deepcopy
 from typing import Any
@@ -129,7 +129,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             return self._head.read(size)
 
     def _verify(self, batch: Any, rows: Rows, block: lay.Block, barrier: Any) -> tuple[Any, bool, lay.Links, Any, Any]:
-        """The target over the rows: its output, whether a graph ran, the rows' links, what must live on, the grammar."""
+        """The target over the rows: output, whether a graph ran, links, what must live on, the grammar's mask."""
         lengths, room = batch.seq_lens, self._room
         assert room is not None
         host_lengths, total = self._bounds(batch, self.width)

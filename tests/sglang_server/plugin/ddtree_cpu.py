@@ -81,14 +81,16 @@ def attend(original, self, q, k, v, layer, forward, save_kv_cache=True):
 def seed(original, cls, batch, vocab_size):
     """Seeded sampling, which SGLang has for deterministic inference alone: the same tokens in every mode."""
     info = original(cls, batch, vocab_size)
-    seeds = [42 if req.sampling_params.sampling_seed is None else req.sampling_params.sampling_seed for req in batch.reqs]
+    seeds = [
+        42 if req.sampling_params.sampling_seed is None else req.sampling_params.sampling_seed for req in batch.reqs
+    ]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
 
 
 def propose(original, self, batch, block):
     """The drafter's own candidates, written down; then the script's."""
-    log_q, tokens = original(self, batch, block)
+    _, tokens = original(self, batch, block)
     write_down(batch, tokens[:, :, 0])
     return scripted(batch, *tokens.shape[1:])
 

@@ -5,7 +5,7 @@ Every name of it exists here and can do nothing.
 
 import sys
 from types import ModuleType
-from typing import Any
+from typing import Any, ClassVar
 
 __version__ = "0.0.0"
 
@@ -20,7 +20,7 @@ class _AnyMember(type):
 class _Nothing(ModuleType):
     """A module, class or function of any name."""
 
-    __path__: list[str] = []
+    __path__: ClassVar[list[str]] = []
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

@@ -1,0 +1,97 @@
+"""Flags, their environment twins, and what a request may ask for."""
+
+import argparse
+import os
+
+import pytest
+
+from ddtree.errors import InvalidOption
+from ddtree.sglang.options import Options, add_flags, variable
+
+
+@pytest.fixture(autouse=True)
+def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("mode", "budget", "top_k"):
+        monkeypatch.setenv(variable(name), "")  # so that what a test sets goes again
+
+
+def test_defaults() -> None:
+    assert Options.read({}) == Options("tree", 31, 8)
+
+
+def test_flags_reach_processes_by_the_environment() -> None:
+    parser = argparse.ArgumentParser()
+    add_flags(parser)
+    parser.parse_args([])
+    assert Options.read() == Options()
+    parser.parse_args(
+        [
+            "--speculative-ddtree-mode",
+            "shadow-linear",
+            "--speculative-ddtree-budget=7",
+            "--speculative-ddtree-top-k",
+            "3",
+        ]
+    )
+    assert os.environ["DDTREE_SGLANG_BUDGET"] == "7"
+    assert Options.read() == Options("shadow-linear", 7, 3)
+
+
+@pytest.mark.parametrize(
+    ("environment", "message"),
+    [
+        ({"DDTREE_SGLANG_MODE": "bush"}, "'bush' is unknown"),
+        ({"DDTREE_SGLANG_BUDGET": "many"}, "--speculative-ddtree-budget .* whole number, not 'many'"),
+        ({"DDTREE_SGLANG_BUDGET": "0"}, "from 1 to 255, not 0"),
+        ({"DDTREE_SGLANG_TOP_K": "33"}, "from 1 to 32, not 33"),
+    ],
+)
+def test_refused(environment: dict[str, str], message: str) -> None:
+    with pytest.raises(InvalidOption, match=message):
+        Options.read(environment)
+
+
+@pytest.mark.parametrize(("mode", "rows"), [("linear", 16), ("tree", 32), ("shadow-linear", 47)])
+def test_rows(mode: str, rows: int) -> None:
+    assert Options(mode).rows(16) == rows
+
+
+def test_rows_that_do_not_fit() -> None:
+    with pytest.raises(InvalidOption, match="256 and 63"):
+        Options("shadow-linear", budget=250).rows(16)
+
+
+def test_a_request_narrows_the_plan() -> None:
+    options = Options("tree", 31, 8)
+    whole = options.plan(None, 16)
+    assert (whole.tree, whole.chain, whole.budget, whole.ranks, whole.depth) == (True, False, 31, 8, 15)
+    assert options.plan({"ddtree_budget": 5}, 16).budget == 5
+    chain = options.plan({"ddtree_mode": "linear", "other": 1}, 16)
+    assert (chain.tree, chain.chain, chain.rows) == (False, True, 16)
+
+
+@pytest.mark.parametrize(
+    ("options", "custom", "message"),
+    [
+        (Options("tree", 31), {"ddtree_mode": "bush"}, "unknown"),
+        (Options("tree", 31), {"ddtree_budget": 32}, "from 1 to 31, not 32"),
+        (Options("tree", 31), {"ddtree_budget": True}, "not True"),
+        (Options("tree", 31), {"ddtree_budget": "5"}, "not '5'"),
+        (Options("tree", 31), {"ddtree_mode": "shadow-linear"}, "needs 47 rows, but this server verifies 32"),
+        (Options("tree", 8), {"ddtree_mode": "linear"}, "needs 16 rows, but this server verifies 9"),
+        (Options("linear"), {"ddtree_mode": "tree"}, "started with"),
+        (Options("linear"), {"ddtree_budget": 3}, "started with"),
+    ],
+)
+def test_a_request_that_is_refused(options: Options, custom: dict[str, object], message: str) -> None:
+    refused = options.refusal(custom, 16)
+    assert refused is not None
+    assert message in refused
+
+
+@pytest.mark.parametrize("mode", ["linear", "shadow-linear", "tree"])
+def test_a_request_that_is_not(mode: str) -> None:
+    options = Options(mode, 31)
+    assert options.refusal(None, 16) is None
+    assert options.refusal({"other": 1}, 16) is None
+    assert options.refusal({"ddtree_mode": mode}, 16) is None
