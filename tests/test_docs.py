@@ -49,7 +49,9 @@ def test_results_hold_something(result: Path) -> None:
 
 def test_commands_of_the_readme_exist() -> None:
     text = (ROOT / "README.md").read_text(encoding="utf-8")
-    commands = {command.callback.__name__ for command in app.registered_commands if command.callback}
+    commands = {
+        command.callback.__name__ for command in app.registered_commands if command.callback and not command.hidden
+    }
     assert set(re.findall(r"`ddtree ([a-z]+)", text)) >= commands
     targets = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE))
     assert set(re.findall(r"make ([a-z-]+)", text)) <= targets

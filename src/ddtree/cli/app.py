@@ -15,6 +15,7 @@ from ddtree.cli import commands
 from ddtree.cli.doctor import doctor
 from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.cli.serve import serve
+from ddtree.cli.serve_sglang import NAME, chosen, serve_sglang
 from ddtree.errors import DDTreeError
 from ddtree.threads import share_cores
 
@@ -48,6 +49,10 @@ def _spelled(field: str) -> str:
 
 class Commands(TyperGroup):
     """A group whose commands may raise `DDTreeError` and be interrupted, and never show a traceback for either."""
+
+    def parse_args(self, ctx: typer.Context, args: list[str]) -> list[str]:  # type: ignore[override]  # as below
+        """`serve --engine sglang` has other options, and passes on those that it does not know."""
+        return super().parse_args(ctx, chosen(args) or args)
 
     def invoke(self, ctx: typer.Context) -> object:  # type: ignore[override]  # the context class is click's or typer's own
         try:
@@ -91,6 +96,9 @@ def _root(
 
 
 app.command()(serve)
+app.command(NAME, hidden=True, context_settings={"ignore_unknown_options": True, "allow_extra_args": True})(
+    serve_sglang
+)
 app.command()(commands.generate)
 app.command()(commands.smoke)
 app.command()(commands.bench)

@@ -8,6 +8,7 @@ from ddtree.cli import options as opt
 from ddtree.cli.interrupts import interrupts_end_at_once
 from ddtree.cli.load import load_engine
 from ddtree.config import EngineConfig, SamplingParams
+from ddtree.errors import InvalidOption
 from ddtree.threads import in_passing_thread
 
 SEED = "Seed of every request that sends none; default: a fresh one for each."
@@ -24,10 +25,12 @@ ORIGINS = (
     "Web page that may call from a browser, as https://chat.example; may be given several times. Default: all of them."
 )
 SPEC_METRICS = "summary: every answer carries metrics.speculative_decoding; none: those that ask for it."
+SERVED_BY = "Who serves: ddtree, or sglang (then `ddtree serve-sglang --help` has the options)."
 VLLM_METRICS = "Give /metrics under the names of vLLM and SGLang too, for load tools and dashboards made for them."
 
 
 def serve(
+    engine: Annotated[str, typer.Option("--engine", help=SERVED_BY)] = "ddtree",
     model: opt.Model = opt.ENGINE.model,
     drafter: opt.Drafter = opt.ENGINE.drafter,
     mode: opt.Mode = opt.SPECULATION.mode,
@@ -72,6 +75,8 @@ def serve(
     ] = "info",
 ) -> None:
     """Serve the model over HTTP, as OpenAI's API has it."""
+    if engine != "ddtree":
+        raise InvalidOption(f"engine {engine!r} is unknown: choose ddtree or sglang", param="engine")
     speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine, tree_context)
     config = EngineConfig(
         model, drafter, speculation, device, dtype, max_model_len,
@@ -105,5 +110,5 @@ def serve(
     )
     check_port(host, port)
     with interrupts_end_at_once():  # a model that was being prepared leaves a hidden folder; the next start removes it
-        engine = in_passing_thread(lambda: load_engine(config, warm=True))
-    serve_http(engine, host, port, options)
+        loaded = in_passing_thread(lambda: load_engine(config, warm=True))
+    serve_http(loaded, host, port, options)

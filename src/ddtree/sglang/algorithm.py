@@ -86,7 +86,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
 
 
 def _check(server_args: Any) -> None:
-    """Refuse by name what a tree cannot be combined with."""
+    """Refuse by name what a tree cannot be combined with; recurrent layers, if there are any, verify by Triton."""
     from sglang.srt.arg_groups.overrides import attention_backends_of, resolved_view
 
     view = resolved_view(server_args)
@@ -102,6 +102,12 @@ def _check(server_args: Any) -> None:
             f"DDTREE moves single tokens of the cache, but the page size is {view.page_size}: add --page-size 1, or "
             "--speculative-ddtree-mode linear"
         )
+    if server_args.linear_attn_verify_backend not in (None, "triton") or server_args.enable_linear_replayssm_spec:
+        raise InvalidOption(
+            "DDTREE's trees go through recurrent layers by SGLang's Triton kernels alone: drop "
+            "--linear-attn-verify-backend and --enable-linear-replayssm-spec, or --speculative-ddtree-mode linear"
+        )
+    server_args.linear_attn_verify_backend = "triton"
     if server_args.speculative_draft_window_size is not None:
         raise InvalidOption(
             "DDTREE's trees know no --speculative-draft-window-size: drop it, or --speculative-ddtree-mode linear"

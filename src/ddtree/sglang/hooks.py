@@ -76,7 +76,7 @@ def drafted_embeddings(result: Any, model_runner: Any, forward_batch: Any, *rest
 def count_rounds(result: Any, reporter: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
     """After SGLang has counted a batch's rounds: count them beside it."""
     if reporter.enable_metrics and _is_algorithm(reporter.scheduler.spec_algorithm):
-        metrics.count(bs, num_correct_drafts + bs, int(named.get("num_cap_tokens", 0)))
+        metrics.count(bs, num_correct_drafts, int(named.get("num_cap_tokens", 0)))
 
 
 def _dummy(width: int, mask: Any) -> Any:

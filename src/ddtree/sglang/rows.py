@@ -109,7 +109,7 @@ def lay(rows: Rows, lengths: Tensor, mask: Tensor, *, prefix: bool) -> Links:
         width,
         block=block,
         tile=TILE,
-        batch_block=power_of_two(batch),
+        batch_block=max(power_of_two(batch), 64),  # one kernel for every batch up to that
         prefix=prefix,
         num_warps=4,
     )

@@ -20,10 +20,13 @@ from torch import Tensor
 
 from ddtree import kernels
 from ddtree.kernels import Plan, PlanRow
+from ddtree.kernels.backend import power_of_two
+from ddtree.sglang import metrics
 from ddtree.sglang import rows as lay
 from ddtree.sglang.choose import adjust, choose
 from ddtree.sglang.head import TopKHead
 from ddtree.sglang.options import Options
+from ddtree.sglang.stages import StageClock
 from ddtree.sglang.verify import MaskRoom, TreeVerifyInput
 from ddtree.tree import Accepted, RoundState, Rows
 
@@ -42,7 +45,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.server_args = server_args
         self.width, self.depth = self.options.rows(block), block - 1
         self.group = get_tp_group()
+        self.clock = StageClock(self.device, metrics.count_stage if server_args.enable_metrics else None)
         self._head: TopKHead | None = None
+        self._usual = self.options.plan(None, block)
         self._planned: list[PlanRow] = []
         self._room: _Room | None = None
 
@@ -65,7 +70,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def round(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """One round of all running requests."""
-        lengths, room = batch.seq_lens, self._room_for(batch)
+        clock, lengths, room = self.clock, batch.seq_lens, self._room_for(batch)
+        clock.start()
         if lengths.is_cuda:  # it may come from another stream
             lengths.record_stream(torch.cuda.current_stream())
         # A DFLASH-family verify tells the scheduler that req_to_token may be reused as soon as its graph starts, so
@@ -74,10 +80,11 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         bonus, pool = batch.spec_info.bonus_tokens, batch.req_pool_indices
         block = lay.stage(bonus, lengths, pool, table, room.state, int(self._mask_token_id), self.block_size)
         log_q, tokens = self.propose(batch, block)
+        clock.mark("draft")
         kernels.build(log_q, tokens, room.plan, room.state, self.width)
         rows = room.rows(len(lengths))
         logits_output, graph, links, forward, grammar_mask = self._verify(batch, rows, block, grammar_barrier)
-
+        clock.mark("verify")
         logits = logits_output.next_token_logits
         adjust(logits, batch.sampling_info, self.width, grammar_mask)
         own = choose(logits, batch.sampling_info, links.positions, self.model_runner.sampler, self.group)
@@ -85,7 +92,9 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         kept = lay.commit(accepted, lengths, block)
         if on_publish is not None:
             on_publish(kept.lengths)
+        clock.mark("accept")
         self._keep(batch, kept, block, logits_output)
+        clock.mark("commit")
         logits_output.hidden_states = None  # large; the scheduler would copy it to the host
         return GenerationBatchResult(
             logits_output=logits_output,
@@ -155,6 +164,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         batch.seq_lens_cpu, batch.seq_lens_sum = host_lengths, total
         forward, graph = DFlashVerifyInput.prepare_for_verify(verify, batch, self.target_worker)  # of any verify input
         batch.seq_lens_cpu, batch.seq_lens_sum = before
+        self.clock.mark("build")
         out = self.target_worker.forward_batch_generation(
             batch=None, forward_batch=forward, is_verify=True, skip_attn_backend_init=True
         )
@@ -170,14 +180,15 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         return out.logits_output, graph, links, forward, grammar_mask
 
     def _accept(self, room: "_Room", rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
-        """The path that is committed; and the tokens a round that the tree would have kept, where a chain is."""
+        """The path that is committed; and the tokens that each request's tree would have kept, if any is shadowed."""
         size = len(own)
         if not any(row.tree and row.chain for row in self._planned):
             return kernels.accept(rows, own, self.depth), None
         state = room.state
         accepted = kernels.accept(rows, own, self.depth, state.member[:size, : self.width])
         tree = kernels.accept(rows, own, self.depth, state.tree[:size, : self.width])
-        return accepted, (tree.count + 1).to(torch.int32)
+        counts = torch.where(room.shadows[:size], tree.count, accepted.count)
+        return accepted, (counts + 1).to(torch.int32)
 
     def _keep(self, batch: Any, kept: lay.Kept, block: lay.Block, output: Any) -> None:
         """Commit the path: recurrent state, keys and values, and the drafter's context."""
@@ -213,11 +224,15 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         size = len(batch.seq_lens)
         if self._room is None or len(self._room.index) < size:
             self._room, self._planned = _Room(self, size), []
-        plans = [self.options.plan(req.sampling_params.custom_params, self.block_size) for req in batch.reqs]
+        plans = [self._plan_of(req.sampling_params.custom_params) for req in batch.reqs]
         if plans != self._planned:
             self._room.plan.write(plans + [PlanRow()] * (len(self._room.index) - size), self.width)
+            self._room.shadows[:size] = torch.tensor([plan.tree and plan.chain for plan in plans])
             self._planned = plans
         return self._room
+
+    def _plan_of(self, custom: dict[str, Any] | None) -> PlanRow:
+        return self.options.plan(custom, self.block_size) if custom else self._usual
 
 
 class _Room:
@@ -225,9 +240,10 @@ class _Room:
 
     def __init__(self, worker: DDTreeWorker, size: int) -> None:
         runner, device = worker.model_runner, worker.device
-        size = max(size, 16)
+        size = power_of_two(max(size, 16))
         self.state = RoundState.allocate(size, worker.width, worker.depth, device)
         self.plan = Plan.allocate(size, device)
+        self.shadows = torch.zeros(size, dtype=torch.bool, device=device)
         self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
         backend = runner.attn_backend
         prefix = runner.server_args.get_attention_backends()[0] in FULL_MASK_BACKENDS
