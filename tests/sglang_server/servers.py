@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ START_S, ANSWER_S = 300, 240  # limits; a start takes half a minute on an idle m
 PROMPTS = [[10, 20, 30, 40, 50], [7, 99, 123, 45, 300, 6, 77], [200, 201, 5, 9], [33, 34, 35, 36, 37, 38, 39, 40]]
 LONG = [11 + 3 * i for i in range(CONTEXT - 20)]
 TOKENS = 16
+MODELS = {"__init__", "registry", "utils", "qwen3", "dflash"}  # modules of sglang.srt.models
 REGEX = "(yes|no), [a-z]{3,8}!"
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
 
@@ -80,6 +82,7 @@ def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
+        "SGLANG_DISABLED_MODEL_ARCHS": ",".join(_other_models()),  # each process imports every other one
         "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its seeded sampling, which the interpreter cannot be part of
         "DDTREE_TEST_SCRIPT": str(folder / "script.json"),
         "DDTREE_TEST_LOG": str(folder / f"{name}.chains"),
@@ -107,7 +110,7 @@ class Answers:
     sampled: list[Any] = field(default_factory=list)
     regex: Any = None
     biased: Any = None
-    penalised: Any = None
+    penalised: Any = None  # wants to end at once, and is kept from it for four tokens
     aborted: Any = None
     after: Any = None  # the first prompt, once more, after all that
     metrics: str = ""
@@ -127,7 +130,7 @@ def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
     found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
     found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)
     found.biased = server.generate(PROMPTS[0], logit_bias={"17": 60.0})
-    found.penalised = server.generate(PROMPTS[0], frequency_penalty=2.0, repetition_penalty=1.5)
+    found.penalised = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)
     found.aborted = _aborted(server)
     found.after = server.generate(PROMPTS[0])
     found.requests = {name: server.generate(PROMPTS[0], custom_params=asked) for name, asked in requests.items()}
@@ -143,6 +146,14 @@ def _aborted(server: Server) -> Any:
             time.sleep(0.05)
         server.post("/abort_request", {"rid": "to-be-cut"})
         return answer.result()
+
+
+def _other_models() -> list[str]:
+    """Modules of SGLang's models that a Qwen3 and its drafter do without."""
+    spec = find_spec("sglang")
+    assert spec is not None
+    (root,) = spec.submodule_search_locations or []
+    return sorted({path.stem for path in Path(root).glob("srt/models/*.py")} - MODELS)
 
 
 def _free_port() -> int:

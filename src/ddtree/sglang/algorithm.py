@@ -53,8 +53,12 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         return FutureMap(device, self, pool, needs_cpu_seq_lens, *rest, **named)
 
     def get_num_tokens_per_req_for_target_verify(self, num_draft_tokens: int, is_draft_worker: bool) -> int:
-        """Rows of one request: the target's, or, on the draft side, the block's (its arguments say that)."""
-        return num_draft_tokens
+        """Rows of one request: the drafter's block, or what the target verifies."""
+        if not is_draft_worker:
+            return num_draft_tokens
+        from sglang.srt.runtime_context import get_spec
+
+        return int(get_spec().speculative_dflash_block_size)
 
     def handle_server_args(self, server_args: Any) -> None:
         """Settle the block as SGLang does for DFLASH; then make room for the rows of the mode.

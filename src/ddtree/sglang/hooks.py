@@ -33,11 +33,16 @@ def captured_spec_info(original: Original, runner: Any, num_tokens: int) -> Any:
 
 
 def dummy_verify_input(
-    original: Original, spec_algorithm: Any, server_args: Any, custom_mask: Any, num_tokens_per_req: int, is_draft: bool
+    original: Original,
+    spec_algorithm: Any,
+    server_args: Any,
+    custom_mask: Any,
+    num_tokens_per_req: int,
+    is_draft_worker: bool,
 ) -> Any:
     """As captured_spec_info, for the warm-up."""
-    if is_draft or not _is_tree_algorithm(spec_algorithm):
-        return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft)
+    if is_draft_worker or not _is_tree_algorithm(spec_algorithm):
+        return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
     return _dummy(num_tokens_per_req, custom_mask)
 
 

@@ -1,0 +1,134 @@
+"""The parts of a round that touch SGLang's own types, one by one."""
+
+import sys
+import warnings
+from importlib import import_module
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+WIDTH, VOCABULARY = 4, 10
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _import_sglang() -> None:
+    """Once, with its warnings, which are errors here."""
+    sys.path.insert(0, str(Path(__file__).parent / "stubs"))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        import_module("ddtree.sglang.worker")
+
+
+class Sampler:
+    """Takes the second best, and remembers what it was asked."""
+
+    def __call__(self, output: Any, info: Any, *rest: Any) -> torch.Tensor:
+        self.info, self.positions = info, rest[-1]
+        return output.next_token_logits.topk(2).indices[:, 1].to(torch.int32)
+
+
+def info(**fields: Any) -> Any:
+    from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
+
+    usual = {
+        "temperatures": torch.tensor([[0.5], [1.0]]),
+        "top_ps": torch.tensor([0.9, 1.0]),
+        "top_ks": torch.tensor([3, 1]),
+        "min_ps": torch.tensor([0.0, 0.1]),
+        "is_all_greedy": False,
+        "is_any_greedy": True,
+        "need_top_p_sampling": True,
+        "need_top_k_sampling": True,
+        "need_min_p_sampling": True,
+        "vocab_size": VOCABULARY,
+        "device": "cpu",
+    }
+    return SamplingBatchInfo(**{**usual, **fields})
+
+
+def test_greedy_rows() -> None:
+    from ddtree.sglang.choose import choose
+
+    logits = torch.randn(2 * WIDTH, VOCABULARY)
+    own = choose(logits, info(is_all_greedy=True), torch.zeros(2, WIDTH), None, None)
+    assert torch.equal(own, logits.argmax(-1).view(2, WIDTH))
+
+
+def test_every_row_is_drawn_by_its_request_and_place() -> None:
+    from ddtree.sglang.choose import choose
+
+    logits, positions, sampler = torch.randn(2 * WIDTH, VOCABULARY), torch.arange(2 * WIDTH).view(2, WIDTH), Sampler()
+    own = choose(logits, info(), positions, sampler, SimpleNamespace(world_size=1))
+    assert torch.equal(own, logits.topk(2).indices[:, 1].view(2, WIDTH))
+    assert own.dtype == torch.int64
+    assert sampler.info.top_ks.tolist() == [3] * WIDTH + [1] * WIDTH
+    assert sampler.info.temperatures.tolist() == [[0.5]] * WIDTH + [[1.0]] * WIDTH
+    assert sampler.info.sampling_seed is None
+    assert sampler.positions.tolist() == list(range(2 * WIDTH))
+
+
+def test_ranks_take_what_the_first_drew() -> None:
+    from ddtree.sglang.choose import choose
+
+    group = SimpleNamespace(world_size=2, broadcast=lambda own, src: own.fill_(7))
+    own = choose(torch.randn(2 * WIDTH, VOCABULARY), info(), torch.zeros(2, WIDTH), Sampler(), group)
+    assert (own == 7).all()
+
+
+def test_adjustments_reach_all_rows_of_their_request() -> None:
+    from ddtree.sglang.choose import adjust
+
+    additive, bias = torch.zeros(2, VOCABULARY), torch.zeros(2, VOCABULARY)
+    additive[0, 1], bias[1, 2] = -3.0, 5.0
+    scaling = torch.ones(2, VOCABULARY)
+    scaling[1, 3] = 2.0
+    logits = torch.full((2 * WIDTH, VOCABULARY), 4.0)
+    mask = SimpleNamespace(apply=lambda logits: logits[:, 9].fill_(-torch.inf))
+    told = info(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
+    adjust(logits, told, WIDTH, mask)
+    assert (logits[:WIDTH, 1] == 1.0).all()
+    assert (logits[WIDTH:, 1] == 4.0).all()
+    assert (logits[WIDTH:, 2] == 9.0).all()
+    assert (logits[WIDTH:, 3] == 2.0).all()
+    assert (logits[:WIDTH, 2:9] == 4.0).all()
+    assert (logits[:, 9] == -torch.inf).all()
+
+
+def test_the_mask_goes_into_the_graphs_own_buffer() -> None:
+    from ddtree.sglang.verify import MaskRoom
+
+    graph = SimpleNamespace(buffer=torch.zeros(500, dtype=torch.bool), fits=lambda batch: batch <= 2)
+    room = MaskRoom(SimpleNamespace(verify_mask=graph), context=20, width=WIDTH, prefix=False)
+    buffer, carried = room.take(torch.tensor([5, 6]), 11)
+    assert buffer.data_ptr() == carried.data_ptr() == graph.buffer.data_ptr()
+    assert (buffer.dtype, carried.numel()) == (torch.uint8, 1)
+
+    buffer, carried = room.take(torch.tensor([5, 6, 7]), 18)  # beyond the graphs
+    assert buffer.data_ptr() == carried.data_ptr() != graph.buffer.data_ptr()
+    assert carried.numel() >= WIDTH * (18 + 3 * WIDTH)
+    assert room.take(torch.tensor([19, 19, 19]), 57)[0].data_ptr() == buffer.data_ptr()  # for any length
+
+
+def test_backends_that_read_the_prefix_get_a_whole_mask() -> None:
+    from ddtree.sglang.verify import MaskRoom
+
+    room = MaskRoom(SimpleNamespace(), context=20, width=WIDTH, prefix=True)
+    buffer, carried = room.take(torch.tensor([5, 6]), 11)
+    assert carried.dtype == torch.bool
+    assert carried.numel() == WIDTH * (11 + 2 * WIDTH)
+    assert buffer.data_ptr() == carried.data_ptr()
+
+
+def test_a_verify_input_is_a_tree_to_sglang() -> None:
+    from sglang.srt.speculative.eagle_info import EagleVerifyInput
+
+    from ddtree.sglang.verify import TreeVerifyInput
+
+    tree = TreeVerifyInput.of(16, 7, None)
+    assert isinstance(tree, EagleVerifyInput)
+    assert (tree.max_tree_depth, tree.tree_topk, tree.draft_token_num, tree.num_tokens_per_req) == (8, -1, 16, 16)
+    assert tree.is_verify_input()
+    assert tree.topk > 1
