@@ -105,7 +105,7 @@ def verify(original, self, batch, target_worker):
 
 
 def scripted(batch, depths, ranks):
-    """A drafter that knows the answers: at rank 0, every fourth at rank 2, every seventh nowhere."""
+    """A drafter that knows the answers: at rank 0, every third at rank 1, every seventh nowhere."""
     with open(os.environ["DDTREE_TEST_SCRIPT"]) as file:
         answers = json.load(file)
     log_q = torch.log_softmax(-0.7 * torch.arange(ranks).float(), 0).expand(len(batch.reqs), depths, ranks).clone()
@@ -119,7 +119,7 @@ def scripted(batch, depths, ranks):
             others = [token for token in range(5 + place % 50, 500) if token != right][:ranks]
             tokens[b, d] = torch.tensor(others)  # no token twice: siblings of a tree differ
             if right >= 0:
-                tokens[b, d, 0 if place % 4 else 2] = right
+                tokens[b, d, 0 if place % 3 else 1] = right
     return log_q, tokens
 
 
