@@ -1,5 +1,5 @@
-# Everything is installed into .venv (and .venv-sglang) in this folder; the embedded model goes into the user's cache folder (or into
-# $DDTREE_CACHE). Nothing else is written.
+# Everything is installed into .venv (and .venv-sglang) in this folder; the embedded model goes into the user's cache
+# folder (or into $DDTREE_CACHE). Nothing else is written.
 #
 #   make serve                        set up what is missing, then serve the embedded model on 127.0.0.1:30000
 #   make serve ARGS="--mode linear"   the same with options of `ddtree serve`

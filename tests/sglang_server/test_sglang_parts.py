@@ -98,7 +98,7 @@ def test_adjustments_reach_all_rows_of_their_request() -> None:
 
 
 def test_the_mask_goes_into_the_graphs_own_buffer() -> None:
-    from ddtree.sglang.verify import MaskRoom
+    from ddtree.sglang.room import MaskRoom
 
     graph = SimpleNamespace(buffer=torch.zeros(500, dtype=torch.bool), fits=lambda batch: batch <= 2)
     room = MaskRoom(SimpleNamespace(verify_mask=graph), context=20, width=WIDTH, prefix=False)
@@ -113,7 +113,7 @@ def test_the_mask_goes_into_the_graphs_own_buffer() -> None:
 
 
 def test_backends_that_read_the_prefix_get_a_whole_mask() -> None:
-    from ddtree.sglang.verify import MaskRoom
+    from ddtree.sglang.room import MaskRoom
 
     room = MaskRoom(SimpleNamespace(), context=20, width=WIDTH, prefix=True)
     buffer, carried = room.take(torch.tensor([5, 6]), 11)

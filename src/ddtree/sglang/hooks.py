@@ -56,7 +56,7 @@ def row_headroom(original: Original, server_args: Any) -> int:
 
 def count_penalties(original: Original, batch: Any) -> None:
     """Before decoding: let penalties see the last token, as SGLang does for EAGLE and leaves out for DFLASH."""
-    if _is_algorithm(batch.spec_algorithm) and batch.sampling_info.penalizer_orchestrator.is_required:
+    if _is_tree_algorithm(batch.spec_algorithm) and batch.sampling_info.penalizer_orchestrator.is_required:
         batch.cumulate_penalty_output_tokens()
     original(batch)
 

@@ -19,18 +19,16 @@ from sglang.srt.speculative.spec_utils import (
 from torch import Tensor
 
 from ddtree import kernels
-from ddtree.kernels import Plan, PlanRow
-from ddtree.kernels.backend import power_of_two
+from ddtree.kernels import PlanRow
 from ddtree.sglang import metrics
 from ddtree.sglang import rows as lay
 from ddtree.sglang.choose import adjust, choose
 from ddtree.sglang.head import TopKHead
 from ddtree.sglang.options import Options
+from ddtree.sglang.room import Room
 from ddtree.sglang.stages import StageClock
-from ddtree.sglang.verify import MaskRoom, TreeVerifyInput
-from ddtree.tree import Accepted, RoundState, Rows
-
-FULL_MASK_BACKENDS = ("flashinfer",)  # read the mask of the cached tokens too
+from ddtree.sglang.verify import TreeVerifyInput
+from ddtree.tree import Accepted, Rows
 
 
 class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
@@ -49,7 +47,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self._head: TopKHead | None = None
         self._usual = self.options.plan(None, block)
         self._planned: list[PlanRow] = []
-        self._room: _Room | None = None
+        self._room: Room | None = None
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Stock warns where its own sampling needs a GPU; ours is SGLang's sampler, which runs everywhere."""
@@ -179,7 +177,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             )
         return out.logits_output, graph, links, forward, grammar_mask
 
-    def _accept(self, room: "_Room", rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
+    def _accept(self, room: Room, rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
         """The path that is committed; and the tokens that each request's tree would have kept, if any is shadowed."""
         size = len(own)
         if not any(row.tree and row.chain for row in self._planned):
@@ -219,11 +217,11 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         head = getattr(self.model_runner.model, "lm_head", None)
         return TopKHead(head, self.group, self.block_size, self.options.top_k, batch)
 
-    def _room_for(self, batch: Any) -> "_Room":
+    def _room_for(self, batch: Any) -> Room:
         """The tensors of a round, with the plan of these requests."""
         size = len(batch.seq_lens)
         if self._room is None or len(self._room.index) < size:
-            self._room, self._planned = _Room(self, size), []
+            self._room, self._planned = Room(self, size), []
         plans = [self._plan_of(req.sampling_params.custom_params) for req in batch.reqs]
         if plans != self._planned:
             self._room.plan.write(plans + [PlanRow()] * (len(self._room.index) - size), self.width)
@@ -233,23 +231,3 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def _plan_of(self, custom: dict[str, Any] | None) -> PlanRow:
         return self.options.plan(custom, self.block_size) if custom else self._usual
-
-
-class _Room:
-    """Tensors that live from round to round: they are read only by launches of the round that wrote them."""
-
-    def __init__(self, worker: DDTreeWorker, size: int) -> None:
-        runner, device = worker.model_runner, worker.device
-        size = power_of_two(max(size, 16))
-        self.state = RoundState.allocate(size, worker.width, worker.depth, device)
-        self.plan = Plan.allocate(size, device)
-        self.shadows = torch.zeros(size, dtype=torch.bool, device=device)
-        self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
-        backend = runner.attn_backend
-        prefix = runner.server_args.get_attention_backends()[0] in FULL_MASK_BACKENDS
-        self.mask = MaskRoom(backend, runner.model_config.context_len, worker.width, prefix)
-
-    def rows(self, size: int) -> Rows:
-        """The rows of the first `size` requests."""
-        state = self.state
-        return Rows(state.tokens[:size], state.parents[:size], state.depths[:size], state.ancestors[:size])

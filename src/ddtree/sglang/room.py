@@ -1,0 +1,54 @@
+"""The tensors that live from round to round, and the mask's buffer."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddtree.kernels import Plan
+from ddtree.kernels.backend import power_of_two
+from ddtree.tree import RoundState, Rows
+
+FULL_MASK_BACKENDS = ("flashinfer",)  # read the mask of the cached tokens too
+
+
+class Room:
+    """Tensors that live from round to round: they are read only by launches of the round that wrote them."""
+
+    def __init__(self, worker: Any, size: int) -> None:
+        runner, device = worker.model_runner, worker.device
+        size = power_of_two(max(size, 16))
+        self.state = RoundState.allocate(size, worker.width, worker.depth, device)
+        self.plan = Plan.allocate(size, device)
+        self.shadows = torch.zeros(size, dtype=torch.bool, device=device)
+        self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
+        prefill, decode = runner.server_args.get_attention_backends()
+        verifies = decode if runner.server_args.speculative_attention_mode == "decode" else prefill
+        context, prefix = runner.model_config.context_len, verifies in FULL_MASK_BACKENDS
+        self.mask = MaskRoom(runner.attn_backend, context, worker.width, prefix)
+
+    def rows(self, size: int) -> Rows:
+        """The rows of the first `size` requests."""
+        state = self.state
+        return Rows(state.tokens[:size], state.parents[:size], state.depths[:size], state.ancestors[:size])
+
+
+class MaskRoom:
+    """Where a round's mask is written: the backend's own graph buffer where it has one, else a buffer of ours."""
+
+    def __init__(self, backend: Any, context: int, width: int, prefix: bool) -> None:
+        self.backend, self.context, self.width, self.prefix = backend, context, width, prefix
+        self._own: Tensor | None = None
+
+    def take(self, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
+        """A uint8 buffer for these requests, and what the verify input carries. longest: sum of lengths, at most."""
+        graph = None if self.prefix else getattr(self.backend, "verify_mask", None)
+        if graph is not None and graph.fits(len(lengths)):
+            # Every replay copies the carried mask into this very buffer: one element that is there already will do.
+            buffer = graph.buffer.view(torch.uint8)
+            return buffer, graph.buffer[:1]
+        need = self.width * (longest + len(lengths) * self.width)
+        if self._own is None or self._own.numel() < need:
+            most = self.width * len(lengths) * (self.context + 2 * self.width)
+            self._own = torch.ones(max(need, most), dtype=torch.uint8, device=lengths.device)
+        return self._own, self._own[:need].view(torch.bool) if self.prefix else self._own
