@@ -4,7 +4,9 @@ import sys
 from importlib.util import find_spec
 from pathlib import Path
 
+HERE = Path(__file__).parent
+
 if find_spec("sglang") is None:
     collect_ignore_glob = ["test_*.py"]
 else:
-    sys.path.insert(0, str(Path(__file__).parent))
+    sys.path[:0] = [str(HERE), str(HERE / "stubs")]  # before transformers is imported, which looks for what is a stub

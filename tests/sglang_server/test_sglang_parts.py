@@ -1,9 +1,7 @@
 """The parts of a round that touch SGLang's own types, one by one."""
 
-import sys
 import warnings
 from importlib import import_module
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +14,6 @@ WIDTH, VOCABULARY = 4, 10
 @pytest.fixture(scope="module", autouse=True)
 def _import_sglang() -> None:
     """Once, with its warnings, which are errors here."""
-    sys.path.insert(0, str(Path(__file__).parent / "stubs"))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         import_module("ddtree.sglang.worker")
