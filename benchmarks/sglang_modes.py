@@ -129,8 +129,9 @@ def figures(server: Server, servers: list[Server]) -> dict[str, Any]:
     """One server's part of the report. Ratios are paired by turn."""
     by_name = {other.name: other for other in servers}
     meta = [answer["meta_info"] for answer in server.answers]
-    found: dict[str, Any] = {
-        "acceptance_length": [round(m["spec_accept_length"], 3) for m in meta if "spec_accept_length" in m],
+    rounds = [(m["spec_num_correct_drafts"], m["spec_verify_ct"]) for m in meta if m.get("spec_verify_ct")]
+    found: dict[str, Any] = {  # tokens a round; SGLang's own spec_accept_length counts the prompt's first token too
+        "acceptance_length": [round(1 + drafts / count, 3) for drafts, count in rounds],
         "shadow_tree_length": [round(m["spec_cap_length"], 3) for m in meta if "spec_cap_length" in m],
         "tok_s": {level: interval(rates) for level, rates in server.rates.items()},
         "step_ms": interval(server.steps) if server.steps else None,
