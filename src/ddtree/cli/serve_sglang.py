@@ -13,6 +13,7 @@ from ddtree.errors import InvalidOption
 
 NAME = "serve-sglang"  # the hidden command that `serve --engine sglang` becomes
 BUDGET = "Nodes of a tree, without its root."
+TOP_K = "Candidate tokens for each depth of a tree."
 PRINT = "Print the command instead of running it."
 
 
@@ -35,7 +36,7 @@ def serve_sglang(
     drafter: opt.Drafter = opt.ENGINE.drafter,
     mode: opt.Mode = "tree",
     tree_budget: Annotated[int, typer.Option("--tree-budget", help=BUDGET)] = 31,
-    tree_top_k: opt.TreeTopK = 8,
+    tree_top_k: Annotated[int, typer.Option("--tree-top-k", help=TOP_K)] = 8,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     print_command: Annotated[bool, typer.Option("--print-command", help=PRINT)] = False,
 ) -> None:
