@@ -11,6 +11,8 @@ from ddtree.sglang.signatures import RELEASES, Release
 SOURCE = {
     "sglang.version": "__version__ = version = '9.9'\n",
     "sglang.srt.one": """
+from sglang.srt.other import helper, first as second
+
 class Worker(Base):
     limit: int = 3
 
@@ -27,6 +29,7 @@ def run(batch: "Batch", *, wait=None): ...
 EXPECTED = Release(
     signatures={"one:Worker.__init__": "(self, size, *rest, name='x', **more)", "one:run": "(batch, *, wait=None)"},
     fields={"one:Worker": ("limit", "size", "other", "kind", "width")},
+    imports={"one": ("helper", "second")},
 )
 
 
@@ -38,6 +41,7 @@ def test_what_differs_is_named() -> None:
     release = Release(
         signatures={"one:run": "(batch)", "one:Worker.gone": "(self)", "two:run": "()"},
         fields={"one:Worker": ("size", "weight"), "one:Gone": ("a",)},
+        imports={"one": ("helper", "first"), "two": ("b",)},
     )
     assert compat.differences(SOURCE.get, release) == [
         "sglang.srt.one.run is (batch, *, wait=None), expected (batch)",
@@ -45,6 +49,8 @@ def test_what_differs_is_named() -> None:
         "sglang.srt.two.run is missing, expected ()",
         "sglang.srt.one.Worker has no weight",
         "sglang.srt.one.Gone has no a",
+        "sglang.srt.one does not import first",
+        "sglang.srt.two does not import b",
     ]
 
 

@@ -41,6 +41,10 @@ def differences(read: Reader, release: Release) -> list[str]:
         node = _find(parsed(module), name)
         has = set(_fields(node)) if isinstance(node, ast.ClassDef) else set()
         found += [f"{module}.{name} has no {field}" for field in names if field not in has]
+    for place, names in release.imports.items():
+        module, _ = _place(place)
+        has = set(_imported(parsed(module)))
+        found += [f"{module} does not import {name}" for name in names if name not in has]
     return found
 
 
@@ -100,6 +104,13 @@ def _find(tree: ast.AST | None, name: str) -> ast.AST | None:
         body = getattr(tree, "body", [])
         tree = next((node for node in body if getattr(node, "name", None) == part), None)
     return tree
+
+
+def _imported(tree: ast.Module | None) -> Iterator[str]:
+    """Names that a module takes from others at its top."""
+    for node in tree.body if tree is not None else ():
+        if isinstance(node, ast.ImportFrom):
+            yield from (alias.asname or alias.name for alias in node.names)
 
 
 def _signature(node: ast.FunctionDef) -> str:

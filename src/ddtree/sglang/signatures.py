@@ -11,6 +11,9 @@ class Release:
 
     signatures: Mapping[str, str] = field(default_factory=dict)  # parameters with defaults, without types
     fields: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # names that a class must have
+    imports: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # names that a module must import, to be hooked
 
 
 _0_5_17 = Release(
@@ -148,6 +151,11 @@ _0_5_17 = Release(
         "sampling.sampling_params:SamplingParams": ("custom_params",),
         "layers.attention.verify_mask:VerifyMask": ("buffer",),
         "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter": ("enable_metrics", "scheduler"),
+    },
+    imports={
+        "model_executor.runner.base_runner": ("create_dummy_verify_input",),
+        "mem_cache.kv_cache_configurator": ("get_req_to_token_extra_context_len",),
+        "managers.scheduler": ("validate_dflash_request",),
     },
 )
 
