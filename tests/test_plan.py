@@ -18,7 +18,7 @@ def plan_of(load: Load) -> MemoryPlan:
     """Weights of 1 GiB, half a MiB a position, 8 MiB a row of a round."""
     return MemoryPlan(
         (
-            Part("target_weights", GIB, "there already", there=True),
+            Part("target_weights", GIB, "loaded already", there=True),
             Part("target_context", load.requests * (load.context + load.budget) * 2**19, "so many positions"),
             Part("states", load.requests * (1 + load.budget) * 2**23),
         )
@@ -40,7 +40,7 @@ def test_a_plan_that_does_not_fit_is_refused_with_its_sum_line_by_line():
         fit(plan_of, LOAD, Memory("cuda:0", free=10 * GIB, total=80 * GIB))
     assert str(caught.value).split("; lower")[0].splitlines() == [
         "the planned memory does not fit: 21.31 GiB of the 11.00 GiB that cuda:0 has for it:",
-        "  1.00 GiB target weights: there already;",
+        "  1.00 GiB target weights: loaded already;",
         "  16.25 GiB target context: so many positions;",
         "  4.06 GiB states;",
         "  21.31 GiB in all",

@@ -159,3 +159,22 @@ def test_ctrl_c_ends_quietly(ddtree: Command, engines: list[FakeEngine], monkeyp
     monkeypatch.setattr(FakeEngine, "stream", interrupted)
     ran = ddtree("generate", "Hi")
     assert (ran.code, ran.err) == (130, "")
+
+
+@pytest.mark.parametrize(
+    ("mode", "option", "value"),
+    [
+        ("linear", "--tree-budget", "7"),
+        ("ar", "--tree-top-k", "3"),
+        ("linear", "--tree-spine", "2"),
+        ("ar", "--tree-context", "mix"),
+    ],
+)
+def test_an_option_that_the_mode_does_not_read_is_refused(
+    ddtree: Command, engines: list[FakeEngine], mode: str, option: str, value: str
+) -> None:
+    ran = ddtree("generate", "Hi", "--mode", mode, option, value)
+    assert ran.code == 1
+    assert f"{option} means nothing in mode {mode}" in ran.err
+    assert not engines
+    assert ddtree("generate", "Hi", "--mode", "shadow-linear", option, value).code == 0

@@ -56,6 +56,20 @@ def test_interrupts_while_packages_load_end_at_once() -> None:
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
 
+def test_an_interrupt_cleans_up_before_it_ends_the_process() -> None:
+    script = textwrap.dedent(
+        f"""
+        import os, signal, time
+        from ddtree.cli.interrupts import interrupts_end_at_once
+        with interrupts_end_at_once(lambda: print("swept", flush=True)):
+            os.kill(os.getpid(), {int(signal.SIGINT)})
+            time.sleep(5)
+        """
+    )
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "swept\n", "")
+
+
 def test_interrupts_are_as_before_afterwards() -> None:
     from ddtree.cli.interrupts import interrupts_end_at_once
 

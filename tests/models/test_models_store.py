@@ -68,6 +68,22 @@ def test_an_interruption_leaves_nothing(empty_cache: Path, error: BaseException 
     assert store.is_whole(store.prepare("tiny", make))
 
 
+def test_a_process_that_ends_at_once_takes_its_work_along(empty_cache: Path) -> None:
+    seen = []
+
+    def ended(work: Path, out: Path) -> store.Manifest:
+        make(work, out)
+        store.drop_unfinished()
+        seen.append(work.exists())
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        store.prepare("tiny", ended)
+    assert seen == [False]
+    store.drop_unfinished()
+    assert store.is_whole(store.prepare("tiny", make))
+
+
 @pytest.mark.parametrize("lost", ["ddtree.json", "config.json", "model.safetensors", "tokenizer.json"])
 def test_what_is_not_whole_is_made_again(empty_cache: Path, lost: str) -> None:
     folder = store.prepare("tiny", make)

@@ -50,6 +50,7 @@ def generate(
 ) -> None:
     """Answer one prompt, and print the text as it comes."""
     speculation = opt.speculation(mode, tree_budget, tree_top_k, tree_spine, tree_context)
+    opt.refuse_unread(mode, tree_budget, tree_top_k, tree_spine, tree_context)
     config = EngineConfig(
         model, drafter, speculation, device, dtype, max_model_len,
         max_running_requests=1,

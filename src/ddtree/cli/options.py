@@ -123,6 +123,19 @@ def speculation(
     return Speculation(mode, tree_spine=tree_spine, tree_context=tree_context, **chosen)
 
 
+def refuse_unread(mode: str, tree_budget: int | None, tree_top_k: int | None, tree_spine: int, context: str) -> None:
+    """For a command that runs one mode. Raises InvalidOption for an option that this mode does not read."""
+    trees = mode in ("tree", "shadow-linear")
+    given = {
+        "tree_budget": tree_budget is not None and not trees,
+        "tree_top_k": tree_top_k is not None and not trees,
+        "tree_spine": tree_spine != SPECULATION.tree_spine and not trees,
+        "tree_context": context != SPECULATION.tree_context and mode == "ar",
+    }
+    for name in (name for name, unread in given.items() if unread):
+        raise InvalidOption(f"{name} means nothing in mode {mode}: leave it out, or choose another mode", param=name)
+
+
 def switched_on(name: str, value: str) -> bool:
     """What "on" and "off" mean. Raises InvalidOption for anything else."""
     if value not in ("on", "off"):

@@ -90,6 +90,7 @@ def serve(
     )  # fmt: skip
     SamplingParams(seed=seed)  # a seed out of range is refused before anything large loads
     with interrupts_end_at_once():
+        from ddtree.models import drop_unfinished
         from ddtree.server import ServerOptions, check_port
         from ddtree.server import serve as serve_http
 
@@ -109,6 +110,6 @@ def serve(
         spec_decode_metrics=per_request_spec_decode_metrics,
     )
     check_port(host, port)
-    with interrupts_end_at_once():  # a model that was being prepared leaves a hidden folder; the next start removes it
+    with interrupts_end_at_once(drop_unfinished):
         loaded = in_passing_thread(lambda: load_engine(config, warm=True))
     serve_http(loaded, host, port, options)

@@ -104,7 +104,7 @@ class Planner:
         batch, rows = bucket(load.requests) if self._kernels else load.requests, self.rows(load)
         context, round_of = f"{load.requests} requests of {length} positions", f"a round of {batch} x {rows} rows"
         parts = [
-            Part("target_weights", self._target.weights, "there already", there=True),
+            Part("target_weights", self._target.weights, "loaded already", there=True),
             Part("target_context", slots * length * self._target.position, context),
             Part("attention", self._attention(batch, rows, length), round_of),
             Part("logits", self._logits(batch, rows) + self._choices(batch, rows), round_of),
@@ -112,7 +112,7 @@ class Planner:
             Part("prefill", self._prefill(length), f"{self._chunk} rows"),
         ]
         if self._drafter is not None:
-            parts.insert(1, Part("drafter_weights", self._drafter.weights, "there already", there=True))
+            parts.insert(1, Part("drafter_weights", self._drafter.weights, "loaded already", there=True))
             parts.insert(3, Part("drafter_context", slots * length * self._drafter.position, context))
         if self._captured is not None:
             note = f"rounds of up to {batch} x {self._captured} rows"

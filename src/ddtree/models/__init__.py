@@ -2,6 +2,6 @@
 
 from ddtree.models.listing import ModelEntry, list_models
 from ddtree.models.names import resolve_drafter, resolve_model
-from ddtree.models.store import cache_dir
+from ddtree.models.store import cache_dir, drop_unfinished
 
-__all__ = ["ModelEntry", "cache_dir", "list_models", "resolve_drafter", "resolve_model"]
+__all__ = ["ModelEntry", "cache_dir", "drop_unfinished", "list_models", "resolve_drafter", "resolve_model"]

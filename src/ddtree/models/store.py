@@ -97,11 +97,21 @@ def prepare(name: str, make: Callable[[Path, Path], Manifest]) -> Path:
         ) from error
 
 
+_unfinished: set[Path] = set()  # work folders of this process
+
+
+def drop_unfinished() -> None:
+    """Remove what this process was preparing, in whatever thread; for a process that ends at once."""
+    for work in tuple(_unfinished):
+        shutil.rmtree(work, ignore_errors=True)
+
+
 def _make(final: Path, make: Callable[[Path, Path], Manifest]) -> Path:
     prefix = f".{final.name}.work-"
     for leftover in final.parent.glob(f"{prefix}*"):  # the lock is held: nobody is at work there any more
         shutil.rmtree(leftover, ignore_errors=True)
     work = Path(tempfile.mkdtemp(prefix=prefix, dir=final.parent))
+    _unfinished.add(work)
     try:
         out = work / "model"
         out.mkdir()
@@ -112,6 +122,7 @@ def _make(final: Path, make: Callable[[Path, Path], Manifest]) -> Path:
         out.rename(final)
     finally:
         shutil.rmtree(work, ignore_errors=True)
+        _unfinished.discard(work)
     return final
 
 
