@@ -1,0 +1,257 @@
+"""A training run as one TOML file: every field checked, unknown ones refused. Imports nothing heavy."""
+
+import tomllib
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ddtree.config import DTYPES, EMBEDDED
+from ddtree.drafter.config import MAX_BLOCK
+from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
+
+OBJECTIVES = ("cross_entropy", "kl")
+ATTENTIONS = ("auto", "flex", "sdpa")
+PRECISIONS = ("auto", "bfloat16", "float32")
+
+
+@dataclass(frozen=True)
+class TargetPart:
+    """[target]: the model that a drafter is made for, and where it runs."""
+
+    model: str = EMBEDDED  # a name of `ddtree models`, a folder, a .gguf file or a hub id
+    device: str = "auto"
+    dtype: str = "auto"  # of the target's weights; auto: bfloat16 where the processor computes in it
+
+    def __post_init__(self) -> None:
+        _one_of("target.dtype", self.dtype, DTYPES)
+
+
+@dataclass(frozen=True)
+class DataPart:
+    """[data]: prompts, and how the target answers them."""
+
+    chats: int = 20000
+    shard_chats: int = 512  # chats in one file: what a killed run loses at most
+    batch: int = 256  # chats that are answered at once
+    max_length: int = 512  # tokens of prompt and answer together
+    max_tokens: int = 384  # of one answer
+    turns: int = 1  # user turns of a chat; those after the first are written by the target
+    sampled: float = 0.3  # part of the answers that are sampled; the others are greedy
+    temperature: float = 0.8  # of sampled answers
+    heldout: float = 0.02  # part of the chats that `fit` never trains on
+    templates: float = 0.7  # weights of the three sources of prompts
+    own: float = 0.3
+    files: float = 0.0
+    own_temperature: float = 1.0  # at which the target writes prompts and later user turns
+    paths: tuple[str, ...] = ()  # JSONL files of prompts, for `files`
+    exclude: tuple[str, ...] = ()  # JSONL files whose prompts stay out, as those of the bench suite always do
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("chats", "shard_chats", "batch", "max_tokens", "turns"):
+            _at_least(f"data.{name}", getattr(self, name), 1)
+        _at_least("data.max_length", self.max_length, 16)
+        for name in ("sampled", "heldout"):
+            _within(f"data.{name}", getattr(self, name), 0, 1)
+        for name in ("templates", "own", "files"):
+            _within(f"data.{name}", getattr(self, name), 0, 1e9)
+        for name in ("temperature", "own_temperature"):
+            _within(f"data.{name}", getattr(self, name), 0, 1e3)
+        if not self.templates + self.own + self.files:
+            raise _wrong("data.templates", self.templates, "above 0, or own or files must be")
+        if bool(self.paths) != (self.files > 0):
+            raise _wrong("data.paths", list(self.paths), "given together with data.files above 0, or neither")
+
+
+@dataclass(frozen=True)
+class DrafterPart:
+    """[drafter]: the shape of a new drafter. 0 takes what suits the target; with `init` that folder's shape is taken."""
+
+    init: str = ""  # a z-lab folder, a name or a hub id to begin with; "": random weights
+    layers: int = 4
+    intermediate_size: int = 0  # 0: 8/3 of the hidden size, rounded up to a multiple of 64
+    heads: int = 0  # 0: hidden size / head_dim
+    kv_heads: int = 0  # 0: a third or a quarter of the heads where that divides them, else all
+    head_dim: int = 64
+    block_size: int = 16
+    taps: int = 5  # layers whose hidden states it reads, evenly spaced
+    tap_layers: tuple[int, ...] = ()  # the same, named one by one
+    mask_token_id: int = -1  # -1: a special token that never occurs in the data
+    rope_theta: float = 100000.0
+
+    def __post_init__(self) -> None:
+        for name, least in (("layers", 1), ("head_dim", 2), ("taps", 1), ("block_size", 2), ("mask_token_id", -1)):
+            _at_least(f"drafter.{name}", getattr(self, name), least)
+        for name in ("intermediate_size", "heads", "kv_heads"):
+            _at_least(f"drafter.{name}", getattr(self, name), 0)
+        _within("drafter.block_size", self.block_size, 2, MAX_BLOCK)
+        _within("drafter.rope_theta", self.rope_theta, 1, 1e12)
+        if self.head_dim % 2:
+            raise _wrong("drafter.head_dim", self.head_dim, "even, for rotary positions")
+
+
+@dataclass(frozen=True)
+class FitPart:
+    """[fit]: loss, optimiser, schedule."""
+
+    steps: int = 20000
+    batch: int = 32  # sequences of a step
+    micro_batch: int = 32  # sequences of one forward; gradients of a step's forwards are added up
+    anchors: int = 48  # blocks of a sequence
+    objective: str = "cross_entropy"  # kl: forward KL to the target's distribution
+    gamma: float = 7.0  # depth k weighs exp(-(k - 1) / gamma)
+    lr: float = 1e-3
+    final_lr: float = 0.05  # part of lr at the last step
+    warmup: int = 200
+    weight_decay: float = 0.01
+    beta2: float = 0.95
+    clip: float = 1.0  # norm that gradients are cut to
+    precision: str = "auto"  # of products; weights are kept in float32. auto: bfloat16 on a GPU, else float32
+    attention: str = "auto"  # flex: only unmasked tiles are computed; sdpa: all of them. auto: flex on a GPU
+    loss_rows: int = 4096  # rows whose logits exist at once
+    checkpoint_every: int = 500
+    eval_every: int = 500
+    eval_sequences: int = 64  # held-out ones
+    log_every: int = 10
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        positive = ("steps", "batch", "micro_batch", "anchors", "loss_rows", "checkpoint_every", "eval_every",
+                    "eval_sequences", "log_every")  # fmt: skip
+        for name in positive:
+            _at_least(f"fit.{name}", getattr(self, name), 1)
+        _at_least("fit.warmup", self.warmup, 0)
+        for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
+                                ("beta2", 0, 0.99999), ("clip", 1e-9, 1e9)):  # fmt: skip
+            _within(f"fit.{name}", getattr(self, name), low, high)
+        _one_of("fit.objective", self.objective, OBJECTIVES)
+        _one_of("fit.attention", self.attention, ATTENTIONS)
+        _one_of("fit.precision", self.precision, PRECISIONS)
+        if self.batch % self.micro_batch:
+            raise _wrong("fit.micro_batch", self.micro_batch, f"a divisor of fit.batch {self.batch}")
+
+
+@dataclass(frozen=True)
+class EvalPart:
+    """[eval]: what acceptance is measured for."""
+
+    budgets: tuple[int, ...] = (8, 16, 32)  # nodes of trees, their roots not counted
+    top_k: int = 16  # candidate tokens of a depth
+    sequences: int = 256  # at most
+    max_tokens: int = 128  # of answers that are generated for it
+    temperature: float = 0.0  # of them
+    anchors: int = 64  # blocks of one forward
+
+    def __post_init__(self) -> None:
+        for name in ("top_k", "sequences", "max_tokens", "anchors"):
+            _at_least(f"eval.{name}", getattr(self, name), 1)
+        for budget in self.budgets:
+            _at_least("eval.budgets", budget, 1)
+        _within("eval.temperature", self.temperature, 0, 1e3)
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """The whole file. `folder` holds data/, checkpoints and logs."""
+
+    folder: str = "training"
+    target: TargetPart = field(default_factory=TargetPart)
+    data: DataPart = field(default_factory=DataPart)
+    drafter: DrafterPart = field(default_factory=DrafterPart)
+    fit: FitPart = field(default_factory=FitPart)
+    eval: EvalPart = field(default_factory=EvalPart)
+
+    @property
+    def data_folder(self) -> Path:
+        """Where shards lie."""
+        return Path(self.folder) / "data"
+
+
+def read(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
+    """A file with `overrides` ("fit.steps=100", values as TOML has them; bare words are text) over it.
+
+    Raises ModelNotFound, DamagedFile or InvalidOption, naming the file or the field.
+    """
+    if not path.is_file():
+        raise ModelNotFound(f"{path} does not exist: name a TOML file, such as docs/training.md shows")
+    try:
+        raw = tomllib.loads(path.read_text(encoding="utf-8"))
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise DamagedFile(f"{path} is not valid TOML ({error}): mend it") from error
+    for override in overrides:
+        name, equals, value = override.partition("=")
+        if not equals:
+            raise InvalidOption(f"--set {override!r} has no value: write it as fit.steps=100")
+        _put(raw, name.strip(), _value(value.strip()))
+    return _build(TrainConfig(), raw, "")
+
+
+def as_dict(part: Any) -> dict[str, Any]:
+    """A part as plain values, tuples as lists: what JSON gives back."""
+    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(part).items()}
+
+
+def _put(raw: dict[str, Any], name: str, value: Any) -> None:
+    *tables, last = name.split(".")
+    for table in tables:
+        raw = raw.setdefault(table, {})
+        if not isinstance(raw, dict):
+            raise InvalidOption(f"--set {name}: {table} is no table")
+    raw[last] = value
+
+
+def _value(text: str) -> Any:
+    try:
+        return tomllib.loads(f"x = {text}")["x"]
+    except tomllib.TOMLDecodeError:
+        return text
+
+
+def _build(base: Any, raw: dict[str, Any], at: str) -> Any:
+    """`base` with the values of a table. Raises InvalidOption for an unknown name or a value of another type."""
+    known = {f.name: getattr(base, f.name) for f in fields(base)}
+    changes: dict[str, Any] = {}
+    for name, value in raw.items():
+        if name not in known:
+            raise InvalidOption(f"{at}{name} is unknown: {at or 'the file '}has {', '.join(known)}")
+        default = known[name]
+        if is_dataclass(default):
+            if not isinstance(value, dict):
+                raise _wrong(f"{at}{name}", value, "a table")
+            changes[name] = _build(default, value, f"{at}{name}.")
+        else:
+            changes[name] = _typed(f"{at}{name}", value, default)
+    return replace(base, **changes)
+
+
+def _typed(name: str, value: Any, default: Any) -> Any:
+    if isinstance(default, tuple):
+        kind = int if name in ("eval.budgets", "drafter.tap_layers") else str
+        if not isinstance(value, list) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
+            raise _wrong(name, value, f"a list of {'whole numbers' if kind is int else 'text'}")
+        return tuple(value)
+    wanted = (int, float) if isinstance(default, float) else (type(default),)
+    if isinstance(value, bool) or not isinstance(value, wanted):
+        words = {int: "a whole number", float: "a number", str: "text"}
+        raise _wrong(name, value, words[type(default)])
+    return float(value) if isinstance(default, float) else value
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if value < low:
+        raise _wrong(name, value, f"at least {low}")
+
+
+def _within(name: str, value: float, low: float, high: float) -> None:
+    if not low <= value <= high:
+        raise _wrong(name, value, f"from {low:g} to {high:g}")
+
+
+def _one_of(name: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        raise InvalidOption(f"{name} {value!r} is unknown: choose one of {', '.join(known)}", param=name)
+
+
+def _wrong(name: str, value: Any, must: str) -> InvalidOption:
+    return InvalidOption(f"{name} is {value!r}: it must be {must}", param=name)

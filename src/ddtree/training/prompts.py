@@ -1,0 +1,129 @@
+"""Where prompts come from: templates, the target itself, and files the user names. Evaluation prompts stay out."""
+
+import json
+import random
+import re
+import tomllib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ddtree.bench.suite import load_prompts
+from ddtree.errors import DamagedFile, ModelNotFound
+from ddtree.training.config import DataPart
+
+OWN = "own"
+_SLOT = re.compile(r"\{(\w+)(?::(\d+)-(\d+))?\}")
+_RUN = 12  # words in a row that no prompt may share with an evaluation prompt
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """The first user message of a chat; text None: the target writes it."""
+
+    kind: str
+    text: str | None
+
+
+@cache
+def templates() -> dict[str, Any]:
+    """The tables `kinds` and `slots` of templates.toml."""
+    return tomllib.loads(files("ddtree.training").joinpath("templates.toml").read_text(encoding="utf-8"))
+
+
+def from_template(draw: random.Random) -> Prompt:
+    """A prompt of a kind drawn evenly."""
+    table = templates()
+    kind = draw.choice(sorted(table["kinds"]))
+    return Prompt(kind, " ".join(_fill(draw.choice(table["kinds"][kind]), draw, table["slots"]).split(" ")).strip())
+
+
+def _fill(text: str, draw: random.Random, slots: dict[str, list[str]]) -> str:
+    def value(found: re.Match[str]) -> str:
+        name, low, high = found.groups()
+        return str(draw.randint(int(low), int(high))) if low else _fill(draw.choice(slots[name]), draw, slots)
+
+    return _SLOT.sub(value, text)
+
+
+def read_prompts(path: str) -> list[Prompt]:
+    """A JSONL file: each line an object with `prompt`, or `messages` whose first user message is taken; and maybe `kind`
+    or `category`. Raises ModelNotFound or DamagedFile, naming the line."""
+    if not Path(path).is_file():
+        raise ModelNotFound(f"{path} does not exist: name a JSONL file of prompts")
+    kind, found = Path(path).stem, []
+    for number, line in enumerate(Path(path).read_text(encoding="utf-8").splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            raw = json.loads(line)
+            text = raw["prompt"] if "prompt" in raw else _first_user(raw["messages"])
+        except (ValueError, KeyError, TypeError, StopIteration) as error:
+            raise DamagedFile(f'{path}, line {number}: give an object with "prompt" or "messages", as text') from error
+        if not isinstance(text, str) or not text.strip():
+            raise DamagedFile(f"{path}, line {number}: the prompt must be text that is not empty")
+        found.append(Prompt(str(raw.get("kind") or raw.get("category") or kind), text))
+    if not found:
+        raise DamagedFile(f"{path} holds no prompt: give one JSON object a line")
+    return found
+
+
+def _first_user(messages: Sequence[dict[str, Any]]) -> Any:
+    return next(m["content"] for m in messages if m["role"] == "user")
+
+
+class Banned:
+    """Evaluation prompts: a prompt that equals one, or shares twelve words in a row with one, is refused."""
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        words = [_words(text) for text in texts]
+        self._whole = {tuple(w) for w in words}
+        self._runs = {run for w in words for run in _runs(w)}
+
+    @classmethod
+    def of(cls, config: DataPart) -> "Banned":
+        """The bench suite's prompts, and those of the files in `exclude`."""
+        others = [p.text or "" for path in config.exclude for p in read_prompts(path)]
+        return cls([p.prompt for p in load_prompts()] + others)
+
+    def __contains__(self, text: str) -> bool:
+        words = _words(text)
+        return tuple(words) in self._whole or not self._runs.isdisjoint(_runs(words))
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"\w+", text.lower())
+
+
+def _runs(words: list[str]) -> Iterable[tuple[str, ...]]:
+    return (tuple(words[i : i + _RUN]) for i in range(len(words) - _RUN + 1))
+
+
+class Source:
+    """The first prompt of every chat, a function of the seed and the chat's number alone."""
+
+    def __init__(self, config: DataPart) -> None:
+        self._config, self._banned = config, Banned.of(config)
+        self._lines = [prompt for path in config.paths for prompt in read_prompts(path)]
+        random.Random(f"{config.seed}:lines").shuffle(self._lines)
+
+    @property
+    def kinds(self) -> list[str]:
+        """All that may come, in a fixed order."""
+        return sorted({*templates()["kinds"], OWN, *(prompt.kind for prompt in self._lines)})
+
+    def __call__(self, number: int) -> Prompt | None:
+        """None where the prompt is one of the banned."""
+        c, draw = self._config, random.Random(f"{self._config.seed}:{number}")
+        (source,) = draw.choices(("templates", "own", "files"), (c.templates, c.own, c.files))
+        if source == "own":
+            return Prompt(OWN, None)
+        prompt = from_template(draw) if source == "templates" else self._lines[number % len(self._lines)]
+        return prompt if self.allows(prompt.text or "") else None
+
+    def allows(self, text: str) -> bool:
+        """Whether it may be trained on."""
+        return text not in self._banned
