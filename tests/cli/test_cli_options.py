@@ -77,6 +77,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "url": [],
     },
     "models": {"as_json": ["--json"]},
+    "train": {},  # a group: tests/training/test_train_cli.py has its commands
     "doctor": {
         "engine": ["--engine", "embedded"],
         "model": ["--model", "/some/folder"],

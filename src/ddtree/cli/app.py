@@ -16,6 +16,7 @@ from ddtree.cli.doctor import doctor
 from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.cli.serve import serve
 from ddtree.cli.serve_sglang import NAME, chosen, serve_sglang
+from ddtree.cli.train import train
 from ddtree.errors import DDTreeError
 from ddtree.threads import share_cores
 
@@ -104,6 +105,7 @@ app.command()(commands.smoke)
 app.command()(commands.bench)
 app.command()(commands.models)
 app.command()(doctor)
+app.add_typer(train)
 
 
 def main() -> None:

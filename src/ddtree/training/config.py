@@ -31,7 +31,7 @@ class TargetPart:
 class DataPart:
     """[data]: prompts, and how the target answers them."""
 
-    chats: int = 20000
+    chats: int = 20000  # rounded up to whole shards
     shard_chats: int = 512  # chats in one file: what a killed run loses at most
     batch: int = 256  # chats that are answered at once
     max_length: int = 512  # tokens of prompt and answer together
@@ -141,10 +141,11 @@ class EvalPart:
     sequences: int = 256  # at most
     max_tokens: int = 128  # of answers that are generated for it
     temperature: float = 0.0  # of them
+    max_length: int = 2048  # tokens of prompt and answer that the caches for it are planned for
     anchors: int = 64  # blocks of one forward
 
     def __post_init__(self) -> None:
-        for name in ("top_k", "sequences", "max_tokens", "anchors"):
+        for name in ("top_k", "sequences", "max_tokens", "anchors", "max_length"):
             _at_least(f"eval.{name}", getattr(self, name), 1)
         for budget in self.budgets:
             _at_least("eval.budgets", budget, 1)

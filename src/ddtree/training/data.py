@@ -60,9 +60,9 @@ def generate_data(
     write_manifest(config.data_folder, _facts(config, engine, source))
     shards = -(-c.chats // c.shard_chats)
     written, tokens = 0, 0
-    with tqdm(total=c.chats, unit="chat", disable=quiet) as bar:
-        for shard in range(shards):
-            numbers = range(shard * c.shard_chats, min((shard + 1) * c.shard_chats, c.chats))
+    with tqdm(total=shards * c.shard_chats, unit="chat", disable=quiet) as bar:
+        for shard in range(shards):  # whole ones, so that more chats are more shards
+            numbers = range(shard * c.shard_chats, (shard + 1) * c.shard_chats)
             path = shard_path(config.data_folder, shard)
             if not path.exists():
                 if max_minutes is not None and time.monotonic() - began > max_minutes * 60:
@@ -104,7 +104,10 @@ class ChatMaker:
             fits = [d for d in drafts if len(prompts[d.number]) + LEAST_ROOM <= c.max_length]
             self.refused += len(drafts) - len(fits)
             ids = [prompts[d.number] for d in fits]
-            params = [self._params(d, 0.0 if d.greedy else c.temperature, c.max_tokens, turn, p) for d, p in zip(fits, ids, strict=True)]
+            params = [
+                self._params(d, 0.0 if d.greedy else c.temperature, c.max_tokens, turn, p)
+                for d, p in zip(fits, ids, strict=True)
+            ]
             for draft, prompt, (tokens, text) in zip(fits, ids, self._generate(ids, params), strict=True):
                 whole = np.array([*prompt, *tokens], np.int32)
                 out.append(Chat(whole, len(prompt), draft.kind, draft.greedy, self._held(draft.key)))
@@ -131,7 +134,11 @@ class ChatMaker:
     def _write_users(self, drafts: list[Draft], turn: int) -> list[Draft]:
         """The target writes the next user message of each; those that cannot be used are dropped."""
         prefixes = [self._user_prefix(d.messages) for d in drafts]
-        room = [(d, p) for d, p in zip(drafts, prefixes, strict=True) if p and len(p) + LEAST_ROOM <= self._config.max_length]
+        room = [
+            (d, p)
+            for d, p in zip(drafts, prefixes, strict=True)
+            if p and len(p) + LEAST_ROOM <= self._config.max_length
+        ]
         ids = [p for _, p in room]
         params = [self._params(d, self._config.own_temperature, OWN_TOKENS, 1000 + turn, p) for d, p in room]
         kept = []

@@ -41,7 +41,9 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(c.num_heads * dim, hidden, bias=biased)
         self.q_norm, self.k_norm = Norm(dim, c.rms_norm_eps), Norm(dim, c.rms_norm_eps)
 
-    def forward(self, states: Tensor, context: Tensor, turns: tuple[Tensor, Tensor], blocks: Blocks, layer: int) -> Tensor:
+    def forward(
+        self, states: Tensor, context: Tensor, turns: tuple[Tensor, Tensor], blocks: Blocks, layer: int
+    ) -> Tensor:
         """states [B, Q, H], context [B, T, H]; turns: cos and sin of context and states [B, 1, T + Q, hd]."""
         rows, dim = states.shape[1], self.head_dim
         both = torch.cat([context, states], 1)

@@ -38,7 +38,7 @@ def from_template(draw: random.Random) -> Prompt:
     """A prompt of a kind drawn evenly."""
     table = templates()
     kind = draw.choice(sorted(table["kinds"]))
-    return Prompt(kind, " ".join(_fill(draw.choice(table["kinds"][kind]), draw, table["slots"]).split(" ")).strip())
+    return Prompt(kind, _fill(draw.choice(table["kinds"][kind]), draw, table["slots"]).strip())
 
 
 def _fill(text: str, draw: random.Random, slots: dict[str, list[str]]) -> str:

@@ -1,0 +1,92 @@
+"""`ddtree train eval`: a drafter measured on held-out chats, on the bench suite, or on prompts the user names."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from ddtree import models
+from ddtree.bench.suite import load_prompts
+from ddtree.config import SamplingParams
+from ddtree.drafter import DrafterConfig
+from ddtree.engine.device import standing_on
+from ddtree.errors import InvalidOption
+from ddtree.layers.fields import read_config
+from ddtree.target import Target
+from ddtree.training.checkpoint import Run
+from ddtree.training.config import TrainConfig
+from ddtree.training.data import load_engine, need_any
+from ddtree.training.fit import precision
+from ddtree.training.measure import Measures, measure
+from ddtree.training.model import DraftModel
+from ddtree.training.prompts import Prompt, read_prompts
+from ddtree.training.shards import Chat, read_all
+from ddtree.training.teacher import Teacher, load_target
+
+BATCH = 8  # answers generated at once
+
+
+def load_drafter(config: TrainConfig, drafter: str) -> DraftModel:
+    """drafter: last or best, the run's checkpoints; else a z-lab folder, a name or a hub id."""
+    if drafter not in ("last", "best"):
+        folder = models.resolve_drafter(drafter, config.target.model)
+        if folder is None:
+            raise InvalidOption(f"--drafter {drafter!r} names no drafter: give last, best or a folder")
+        return DraftModel.read(DrafterConfig.read(read_config(folder)), folder)
+    state = Run(Path(config.folder)).need(drafter)
+    model = DraftModel(DrafterConfig.read(json.loads(state["raw"])))
+    model.load_state_dict(state["model"])
+    return model
+
+
+def evaluate(
+    config: TrainConfig, drafter: str = "best", prompts: str = "heldout", quiet: bool = False
+) -> dict[str, Any]:
+    """Acceptance lengths of chain and trees by category, ranks by depth, calibration.
+
+    prompts: heldout, suite, or a JSONL file; answers to the latter two are generated first, by the target alone.
+    A round counts when the answer has a whole block behind its root, so that no end cuts it.
+    """
+    model, c = load_drafter(config, drafter), config.eval
+    if prompts == "heldout":
+        target = load_target(config.target)
+        chats, skipped = [chat for chat in read_all(config.data_folder) if chat.heldout][: c.sequences], 0
+    else:
+        target, chats, skipped = _answers(config, _prompts(prompts)[: c.sequences])
+    need_any(chats, "held-out chats")
+    spec, shape = target.spec, model.config
+    shape.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
+    with standing_on(spec.device):
+        teacher = Teacher(target, shape.target_layer_ids, max(len(chat.ids) for chat in chats))
+        head = teacher.head(precision(config.fit.precision, spec.device))
+        found = Measures(shape.depths, c.budgets)
+        bar = tqdm(chats, unit="answer", disable=quiet)
+        measure(model.to(spec.device), teacher, head, bar, found, top_k=c.top_k, anchors=c.anchors)
+    return {"model": config.target.model, "drafter": drafter, "prompts": prompts, "skipped": skipped,
+            "precision": str(head.dtype).removeprefix("torch."), **found.report()}  # fmt: skip
+
+
+def _prompts(name: str) -> list[Prompt]:
+    if name == "suite":
+        return [Prompt(prompt.category, prompt.prompt) for prompt in load_prompts()]
+    return read_prompts(name)
+
+
+def _answers(config: TrainConfig, prompts: list[Prompt]) -> tuple[Target, list[Chat], int]:
+    """The target, its answers, and how many prompts were too long for eval.max_length."""
+    c = config.eval
+    engine = load_engine(config.target, c.max_length, BATCH)
+    asked = [(p, engine.text.chat([{"role": "user", "content": p.text or ""}])) for p in prompts]
+    fits = [(p, ids) for p, ids in asked if len(ids) + c.max_tokens <= c.max_length]
+    if not fits:
+        raise InvalidOption(f"no prompt fits eval.max_length {c.max_length} with {c.max_tokens} tokens: raise it")
+    params = [SamplingParams(c.max_tokens, c.temperature, seed=number) for number in range(len(fits))]
+    answers = engine.generate([ids for _, ids in fits], params)
+    chats = [
+        Chat(np.array([*ids, *a.token_ids], np.int32), len(ids), p.kind, not c.temperature, heldout=True)
+        for (p, ids), a in zip(fits, answers, strict=True)
+    ]
+    return engine.target, chats, len(prompts) - len(fits)

@@ -1,0 +1,241 @@
+"""`ddtree train fit`: the drafter learns to say what the target says, many blocks of a sequence at once."""
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from tqdm import tqdm
+
+from ddtree.engine.device import standing_on
+from ddtree.errors import InvalidOption
+from ddtree.target import Target
+from ddtree.training import batches, shape
+from ddtree.training.attention import Blocks, flex_works
+from ddtree.training.checkpoint import Run
+from ddtree.training.config import FitPart, TrainConfig, as_dict
+from ddtree.training.data import need_any
+from ddtree.training.loss import depth_weights, weighted_loss
+from ddtree.training.measure import Measures, measure
+from ddtree.training.model import DraftModel
+from ddtree.training.shards import Chat, read_all, read_manifest
+from ddtree.training.teacher import Teacher, load_target
+
+KEPT = ("data", "drafter")  # parts that a run keeps from its first step to its last
+Say = Callable[[str], None]
+
+
+def fit(
+    config: TrainConfig,
+    target: Target | None = None,
+    stop_at: int | None = None,
+    max_minutes: float | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Train, or go on where the last checkpoint is.
+
+    target: instead of the one that the configuration names. stop_at: end at this step, with a checkpoint; the schedule
+    stays that of fit.steps. max_minutes: the same by the clock. Returns the last line of the log.
+    """
+    target = target or load_target(config.target)
+    with standing_on(target.spec.device):
+        trainer = Trainer(config, target, quiet)
+        return trainer.run(stop_at, max_minutes)
+
+
+class Trainer:
+    """One fit: module, optimiser, data and teacher."""
+
+    def __init__(self, config: TrainConfig, target: Target, quiet: bool = False) -> None:
+        """Raises DDTreeError where something does not fit together."""
+        self.config, self.part, self.quiet = config, config.fit, quiet
+        self.run_files = Run(Path(config.folder))
+        manifest = read_manifest(config.data_folder)
+        if manifest["vocab_size"] != target.spec.vocab_size:
+            raise InvalidOption(
+                f"{config.data_folder} was made by {manifest['model']!r} with {manifest['vocab_size']} tokens, the target"
+                f" has {target.spec.vocab_size}: make the data with this target"
+            )
+        chats = batches.trainable(list(read_all(config.data_folder)))
+        self.chats = [chat for chat in chats if not chat.heldout]
+        self.heldout = [chat for chat in chats if chat.heldout][: self.part.eval_sequences]
+        need_any(self.chats, "chats to train on")
+        need_any(self.heldout, "held-out chats")
+        self._build(target, manifest, chats)
+
+    def _build(self, target: Target, manifest: dict[str, Any], chats: list[Chat]) -> None:
+        c, spec = self.config, target.spec
+        last = self.run_files.load("last")
+        if last is None:
+            self.raw, folder = shape.choose(c.drafter, c.target.model, spec)
+            shape.choose_mask(self.raw, chats, manifest["special_ids"], spec)
+        else:
+            self._check_same(last)
+            self.raw, folder = json.loads(last["raw"]), None
+        model = shape.build(self.raw, folder, spec, self.part.seed)
+        self.model = model.to(spec.device)
+        self.optimizer = _optimizer(self.model, self.part, spec.device)
+        self.step, self.best = 0, 0.0
+        if last is not None:
+            self.model.load_state_dict(last["model"])
+            self.optimizer.load_state_dict(last["optimizer"])
+            self.step, self.best = last["step"], last["best"]
+        self.precision = precision(self.part.precision, spec.device)
+        longest = max(len(chat.ids) for chat in chats)
+        kl = self.part.objective == "kl"
+        self.teacher = Teacher(target, self.model.config.target_layer_ids, longest, distribution=kl)
+        self.head = self.teacher.head(self.precision)
+        self.flex = self._choose_attention(spec.device)
+        self.by_depth = depth_weights(self.model.config.depths, self.part.gamma)
+
+    def _check_same(self, last: dict[str, Any]) -> None:
+        before = json.loads(last["config"])
+        for name in KEPT:
+            now = as_dict(getattr(self.config, name))
+            for field, value in now.items():
+                if before[name].get(field) != value and (name, field) not in {("data", "chats"), ("data", "batch")}:
+                    raise InvalidOption(
+                        f"{name}.{field} is {value!r}, and {self.run_files.folder} was begun with"
+                        f" {before[name].get(field)!r}: set it back, or choose another folder"
+                    )
+
+    def _choose_attention(self, device: torch.device) -> bool:
+        if self.part.attention == "sdpa":
+            return False
+        why_not = flex_works(self.model.config, device, self.precision)
+        if why_not is None:
+            return True
+        if self.part.attention == "flex":
+            raise InvalidOption(
+                f"fit.attention flex does not work here ({why_not}): use auto or sdpa", param="attention"
+            )
+        self._say(f"attention: sdpa; flex attention is not used: {why_not}")
+        return False
+
+    def _say(self, text: str) -> None:
+        if not self.quiet:
+            tqdm.write(text, file=sys.stderr)
+
+    def run(self, stop_at: int | None = None, max_minutes: float | None = None) -> dict[str, Any]:
+        """To the end of the schedule, or to where it is told to stop."""
+        began, p = time.monotonic(), self.part
+        end = p.steps if stop_at is None else min(stop_at, p.steps)
+        self.run_files.cut_log(self.step)
+        line: dict[str, Any] = {"step": self.step, "steps": p.steps}
+        with tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar:
+            while self.step < end:
+                line = self._one_step()
+                late = max_minutes is not None and time.monotonic() - began > max_minutes * 60
+                last = self.step == end or late
+                if self.step % p.eval_every == 0 or last:
+                    line |= self._measure()
+                if self.step % p.log_every == 0 or last or "chain" in line:
+                    self.run_files.log(line)
+                if self.step % p.checkpoint_every == 0 or last:
+                    self.run_files.save("last", self._state())
+                bar.update(1)
+                shown = {k: f"{line[k]:.3f}" for k in ("loss", "chain", "tree@16") if k in line}
+                bar.set_postfix(shown | ({"best": f"{self.best:.3f}"} if self.best else {}))
+                if late:
+                    break
+        return line
+
+    def _one_step(self) -> dict[str, Any]:
+        p = self.part
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(p, self.step)
+        chosen = [self.chats[i] for i in batches.order(len(self.chats), self.step, p.batch, p.seed)]
+        parts = [
+            batches.make(chosen[i : i + p.micro_batch], self.by_depth, p.anchors, p.seed, self.step * p.batch + i)
+            for i in range(0, p.batch, p.micro_batch)
+        ]
+        weight = sum(float(part.weights.sum()) for part in parts)
+        self.model.train()
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.teacher.device)
+        for part in parts:
+            loss = self.loss(part.to(self.teacher.device)) / weight
+            loss.backward()
+            total += loss.detach()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), p.clip)
+        value = float(total)
+        if not math.isfinite(value) or not math.isfinite(float(norm)):
+            raise InvalidOption(
+                f"the loss is {value} and its gradient {float(norm)} at step {self.step + 1}: lower fit.lr and run again;"
+                " the last checkpoint is sound"
+            )
+        self.optimizer.step()
+        self.step += 1
+        return {"step": self.step, "loss": value, "lr": self.optimizer.param_groups[0]["lr"], "norm": float(norm)}
+
+    def loss(self, batch: batches.Batch) -> Tensor:
+        """The sum of a batch's weighted losses."""
+        config, teacher = self.model.config, self.teacher
+        features, hidden = teacher.features(batch.sequences, batch.length)
+        embedded = teacher.embed(batch.block_ids(config.block_size, config.mask_token_id))
+        blocks = Blocks(config, batch.anchors, batch.length, self.flex)
+        device = teacher.device
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision is torch.bfloat16):
+            drafted = self.model(embedded, features.to(self.precision), blocks)
+            said = None if hidden is None else _said(hidden, batch)
+            return weighted_loss(
+                self.model, drafted.flatten(0, 2), batch.labels.flatten(), batch.weights.flatten(), self.head, said,
+                self.part.loss_rows,
+            )  # fmt: skip
+
+    def _measure(self) -> dict[str, float]:
+        """Acceptance lengths on held-out chats; the best chain so far is kept."""
+        found = Measures(self.model.config.depths, (16,))
+        measure(self.model, self.teacher, self.head, self.heldout, found, top_k=16, anchors=64)
+        lengths = found.acceptance()
+        if lengths["chain"] > self.best:
+            self.best = lengths["chain"]
+            self.run_files.save("best", self._state() | {"optimizer": None})
+        return lengths
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "best": self.best,
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "raw": json.dumps(self.raw),
+            "config": json.dumps({name: as_dict(getattr(self.config, name)) for name in (*KEPT, "target", "fit")}),
+        }
+
+
+def learning_rate(part: FitPart, step: int) -> float:
+    """Of step `step` (from 0): linear warm-up, then a cosine from lr to lr * final_lr."""
+    if step < part.warmup:
+        return part.lr * (step + 1) / part.warmup
+    done = min(1.0, (step - part.warmup) / max(1, part.steps - part.warmup))
+    return part.lr * (part.final_lr + (1 - part.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
+
+
+def _said(hidden: Tensor, batch: batches.Batch) -> Tensor:
+    """The target's hidden states at the positions before each label. hidden [B, T, H] -> [B * A * D, H]."""
+    depths = batch.labels.shape[2]
+    before = batch.anchors.unsqueeze(2) + torch.arange(depths, device=hidden.device)
+    before = before.clamp(max=hidden.shape[1] - 1).flatten(1)
+    return torch.cat([rows[at] for rows, at in zip(hidden, before, strict=True)])
+
+
+def _optimizer(model: DraftModel, part: FitPart, device: torch.device) -> torch.optim.AdamW:
+    """Matrices decay, norms and biases do not."""
+    matrices = [p for p in model.parameters() if p.dim() > 1]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": part.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=part.lr, betas=(0.9, part.beta2), fused=device.type == "cuda")
+
+
+def precision(name: str, device: torch.device) -> torch.dtype:
+    """Of products: auto is bfloat16 on a GPU, else float32."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype: torch.dtype = getattr(torch, name)
+    return dtype
