@@ -36,7 +36,7 @@ class Blocks:
             self._masks[kind] = self._block_mask(kind) if self.flex else self.dense_mask(kind).unsqueeze(1)
         grouped = key.shape[1] != query.shape[1]
         if self.flex:
-            run = _compiled() if query.is_cuda else flex_attention
+            run = _compiled() if query.is_cuda else _plain
             return run(query, key, value, block_mask=self._masks[kind], enable_gqa=grouped)
         return F.scaled_dot_product_attention(query, key, value, attn_mask=self._masks[kind], enable_gqa=grouped)
 
@@ -67,6 +67,9 @@ class Blocks:
         return create_block_mask(rule, batch, None, rows, self.length + rows, device=str(self.positions.device))
 
 
+_plain: Callable[..., Any] = flex_attention
+
+
 @cache
 def _compiled() -> Callable[..., Tensor]:
     """Flex attention is sparse only when it is compiled."""
@@ -83,15 +86,14 @@ def flex_works(config: DrafterConfig, device: torch.device, dtype: torch.dtype) 
     rows, dim = anchors.shape[1] * config.block_size, config.head_dim
     shapes = [(config.num_heads, rows), (config.num_kv_heads, length + rows), (config.num_kv_heads, length + rows)]
     given = [torch.randn(1, heads, n, dim, generator=generator).to(device, dtype) for heads, n in shapes]
+    results: list[list[Tensor]] = []
     try:
-        results = []
         for flex in (True, False):
-            inputs = [tensor.clone().requires_grad_() for tensor in given]
+            query, key, value = (tensor.clone().requires_grad_() for tensor in given)
             blocks = Blocks(config, anchors, length, flex)
-            out = sum(blocks.attend(*inputs, layer) for layer in range(config.num_layers))
-            assert isinstance(out, Tensor)
-            out.float().square().sum().backward()
-            results.append([out.detach(), *(tensor.grad for tensor in inputs)])
+            outs = [blocks.attend(query, key, value, layer) for layer in range(config.num_layers)]
+            torch.stack(outs).float().square().sum().backward()
+            results.append([outs[-1].detach(), *(t.grad for t in (query, key, value) if t.grad is not None)])
     except Exception as error:  # a compiler fails in many ways, and the other road is open
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     for ours, theirs in zip(*results, strict=True):

@@ -66,7 +66,7 @@ class DataPart:
 
 @dataclass(frozen=True)
 class DrafterPart:
-    """[drafter]: the shape of a new drafter. 0 takes what suits the target; with `init` that folder's shape is taken."""
+    """[drafter]: the shape of a new drafter. 0 takes what suits the target; `init` brings its own."""
 
     init: str = ""  # a z-lab folder, a name or a hub id to begin with; "": random weights
     layers: int = 4

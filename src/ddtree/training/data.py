@@ -142,8 +142,8 @@ class ChatMaker:
         ids = [p for _, p in room]
         params = [self._params(d, self._config.own_temperature, OWN_TOKENS, 1000 + turn, p) for d, p in room]
         kept = []
-        for (draft, _), (_, text) in zip(room, self._generate(ids, params), strict=True):
-            text = text.strip()
+        for (draft, _), (_, said) in zip(room, self._generate(ids, params), strict=True):
+            text = said.strip()
             if SHORTEST <= len(text) <= LONGEST and self._source.allows(text):
                 draft.messages.append({"role": "user", "content": text})
                 kept.append(draft)

@@ -58,8 +58,8 @@ class Trainer:
         manifest = read_manifest(config.data_folder)
         if manifest["vocab_size"] != target.spec.vocab_size:
             raise InvalidOption(
-                f"{config.data_folder} was made by {manifest['model']!r} with {manifest['vocab_size']} tokens, the target"
-                f" has {target.spec.vocab_size}: make the data with this target"
+                f"{config.data_folder} was made by {manifest['model']!r} with {manifest['vocab_size']} tokens, the"
+                f" target has {target.spec.vocab_size}: make the data with this target"
             )
         chats = batches.trainable(list(read_all(config.data_folder)))
         self.chats = [chat for chat in chats if not chat.heldout]
@@ -166,8 +166,8 @@ class Trainer:
         value = float(total)
         if not math.isfinite(value) or not math.isfinite(float(norm)):
             raise InvalidOption(
-                f"the loss is {value} and its gradient {float(norm)} at step {self.step + 1}: lower fit.lr and run again;"
-                " the last checkpoint is sound"
+                f"the loss is {value} and its gradient {float(norm)} at step {self.step + 1}: lower fit.lr and run"
+                " again; the last checkpoint is sound"
             )
         self.optimizer.step()
         self.step += 1

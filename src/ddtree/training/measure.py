@@ -8,11 +8,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.tree import best_first, top_k as candidates
 from ddtree.training.attention import Blocks
 from ddtree.training.model import DraftModel
 from ddtree.training.shards import Chat
 from ddtree.training.teacher import Teacher
+from ddtree.tree import best_first
+from ddtree.tree import top_k as candidates
 
 BINS = 10  # of probability, equally wide
 RANKS = (0, 1, 2, 3, 7, 15, 63)  # bounds of the classes of ranks

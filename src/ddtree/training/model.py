@@ -93,6 +93,7 @@ class DraftModel(nn.Module):
         self.fc = nn.Linear(c.hidden_size * len(c.target_layer_ids), c.hidden_size, bias=False)
         self.hidden_norm, self.norm = Norm(c.hidden_size, c.rms_norm_eps), Norm(c.hidden_size, c.rms_norm_eps)
         self.layers = nn.ModuleList(Layer(c) for _ in range(c.num_layers))
+        self.inv_freq: Tensor
         rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, torch.device("cpu"))
         self.register_buffer("inv_freq", rope.inv_freq, persistent=False)
         for module in self.modules():
@@ -103,7 +104,7 @@ class DraftModel(nn.Module):
 
     @classmethod
     def read(cls, config: DrafterConfig, folder: Path) -> "DraftModel":
-        """With the weights of a z-lab folder, in float32. Raises DamagedFile for what is missing or of another shape."""
+        """With the weights of a z-lab folder, in float32. Raises DamagedFile for what is missing or misshapen."""
         model = cls(config)
         with open_weights(folder, torch.float32, torch.device("cpu")) as weights, torch.no_grad():
             for name, parameter in model.named_parameters():

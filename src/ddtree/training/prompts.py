@@ -50,8 +50,10 @@ def _fill(text: str, draw: random.Random, slots: dict[str, list[str]]) -> str:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """A JSONL file: each line an object with `prompt`, or `messages` whose first user message is taken; and maybe `kind`
-    or `category`. Raises ModelNotFound or DamagedFile, naming the line."""
+    """A JSONL file: each line an object with `prompt`, or with `messages`, whose first user message is taken.
+
+    `kind` or `category` names its kind, else the file does. Raises ModelNotFound or DamagedFile, naming the line.
+    """
     if not Path(path).is_file():
         raise ModelNotFound(f"{path} does not exist: name a JSONL file of prompts")
     kind, found = Path(path).stem, []

@@ -35,7 +35,7 @@ class Chat:
 def write_shard(path: Path, sequences: Sequence[Chat], kinds: Sequence[str]) -> None:
     """One file, moved to its place when it is whole."""
     lengths = [len(s.ids) for s in sequences]
-    tensors = {
+    tensors: dict[str, np.ndarray[Any, Any]] = {
         "ids": np.concatenate([s.ids for s in sequences]).astype(np.int32) if sequences else np.zeros(0, np.int32),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "prompts": np.array([s.prompt for s in sequences], np.int32),
