@@ -1,4 +1,4 @@
-"""The key test: what is trained is what runs. The module against DFlashDrafter on the same features, anchor by anchor."""
+"""What is trained is what runs: the module against DFlashDrafter on the same features, anchor by anchor."""
 
 from pathlib import Path
 from typing import Any

@@ -59,9 +59,12 @@ def _shuffle(count: int, seed: int, turn: int) -> Tensor:
     return _shuffles[key]
 
 
-def make(chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, step: int) -> Batch:
-    """Blocks of `chats`: up to `anchors` roots each, drawn from the answer; weights: [D], by depth."""
-    depths, generator = len(weights), _generator(seed, step, 2)
+def make(chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, number: int) -> Batch:
+    """Blocks of `chats`: up to `anchors` roots each, drawn from the answer; weights: [D], by depth.
+
+    number: of the first of them among all that a fit ever sees; a sequence's anchors depend on its own alone.
+    """
+    depths = len(weights)
     longest = max(len(chat.ids) for chat in chats)
     sequences = [torch.from_numpy(chat.ids).long() for chat in chats]
     at = torch.zeros(len(chats), anchors, dtype=torch.int64)
@@ -70,6 +73,7 @@ def make(chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, step: 
     roots = torch.zeros(len(chats), anchors, dtype=torch.int64)
     for row, (chat, ids) in enumerate(zip(chats, sequences, strict=True)):
         possible = torch.arange(max(chat.prompt, 1), len(ids) - 1)  # the root and at least one token behind it
+        generator = _generator(seed, number + row, 2)
         chosen = possible[torch.randperm(len(possible), generator=generator)[:anchors]].sort().values
         behind = chosen.unsqueeze(1) + torch.arange(1, depths + 1)  # [a, D]
         n = len(chosen)
