@@ -53,7 +53,7 @@ def test_loss_is_the_plain_formula_whatever_the_chunks(capped: bool) -> None:
     for rows, (said, wanted) in itertools.product((1, 4, 100), ((None, entropy), (teacher, kl))):
         found = hidden.clone().requires_grad_()
         loss = weighted_loss(model, found, labels, weights, head, said, rows)
-        assert float(loss) == pytest.approx(float(wanted), rel=1e-5)
+        assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-5)
         loss.backward()
         assert found.grad is not None
         assert ((found.grad.abs().sum(1) > 0) == (weights > 0)).all()
@@ -143,7 +143,7 @@ def test_the_teachers_distribution_is_the_targets(tiny_target: Path) -> None:
 
 def test_new_drafters() -> None:
     raw = shape.new(DrafterPart(mask_token_id=4), spec())
-    assert raw["dflash_config"] == {"mask_token_id": 4, "target_layer_ids": [1, 8, 14, 20, 27]}
+    assert raw["dflash_config"] == {"mask_token_id": 4, "target_layer_ids": [1, 7, 14, 21, 27]}
     assert (raw["num_attention_heads"], raw["num_key_value_heads"], raw["intermediate_size"]) == (9, 3, 1536)
     DrafterConfig.read(raw).check_fits(49152, 576, 30)
     assert shape.taps(DrafterPart(taps=1), 30) == [27]
@@ -186,7 +186,9 @@ def test_acceptance_walks_as_decoding_does() -> None:
     assert report["acceptance_length"] == {"chain": pytest.approx(8 / 3), "tree@6": 3.0}
     assert report["rounds"] == {"chain": 6, "tree@6": 4}
     assert set(report["decoding"]) == {"greedy", "sampled"}
-    assert report["depths"][0]["rank"] == {"0": 4 / 6, "1": 1 / 6, "2": 0, "3": 0, "4-7": 1 / 6, "8-15": 0, "16-63": 0, "64+": 0}  # fmt: skip
+    rank = report["depths"][0]["rank"]
+    assert list(rank) == ["0", "1", "2", "3", "4-7", "8-15", "16-63", "64+"]
+    assert {name: share for name, share in rank.items() if share} == {"0": 4 / 6, "1": 1 / 6, "4-7": 1 / 6}
     assert report["calibration"] == [{"from": 0.6, "count": 24, "said": pytest.approx(0.6), "right": 18 / 24}]
     assert report["depths"][0]["calibration_error"] == pytest.approx(4 / 6 - 0.6)
 
@@ -205,7 +207,7 @@ def test_every_field_of_the_file_is_checked() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ("fit.stepz=3", "fit.stepz is unknown: fit. has steps"),
+        ("fit.stepz=3", "fit.stepz is unknown: fit has steps"),
         ("fit.steps=x", "fit.steps is 'x': it must be a whole number"),
         ("fit.steps=true", "fit.steps is True"),
         ("fit.steps", "has no value"),

@@ -132,6 +132,20 @@ def test_the_exported_drafter_is_the_trained_one(fitted: TrainConfig, tmp_path: 
         export(fitted, out)
 
 
+def test_kept_features_change_nothing(fitted: TrainConfig, fresh: TrainConfig) -> None:
+    """Steps 1 to 6 pass over the data more than once; the second run is so small that only some features fit."""
+    for room in (1.0, 60_000 / 2**30):
+        config = changed(fresh, fit={"feature_cache_gib": room})
+        trainer = Trainer(config, load_target(config.target), quiet=True)
+        trainer.run(stop_at=6)
+        kept = trainer.teacher.kept
+        assert 0 < len(kept) <= len(trainer.chats)
+        assert (len(kept) == len(trainer.chats)) == (room == 1.0)
+        assert losses(config) == losses(fitted)
+        for name in ("last.pt", "best.pt", "log.jsonl"):
+            (Path(fresh.folder) / name).unlink()
+
+
 def test_mask_token_never_occurs_in_the_data(fitted: TrainConfig) -> None:
     mask = load_drafter(fitted, "best").config.mask_token_id
     assert mask == SPARE
@@ -189,9 +203,8 @@ def test_without_data_or_checkpoint(tmp_path: Path, tiny_target: Path) -> None:
 
 def test_a_second_architecture_from_data_to_engine(tmp_path: Path) -> None:
     """Tied embeddings, other sizes, bfloat16, a rotary scaling; sampled chats of two turns."""
-    target = save_target(
-        tmp_path / "target", layers=4, hidden=48, seed=3, tie_word_embeddings=True, rope_parameters=LLAMA3
-    )
+    other = {"tie_word_embeddings": True, "rope_parameters": LLAMA3}
+    target = save_target(tmp_path / "target", layers=4, hidden=48, seed=3, **other)
     data = {"chats": 8, "turns": 2, "own": 0.5, "max_length": 250, "heldout": 0.5}
     drafter = {"taps": 1, "block_size": 6, "heads": 6, "kv_heads": 3}
     changes = ["target.dtype=bfloat16", "fit.objective=kl", "fit.precision=bfloat16"]

@@ -16,6 +16,7 @@ class Batch:
     """Sequences of one forward, with blocks behind random anchors."""
 
     sequences: list[Tensor]  # each [n] int64
+    names: list[int] | None  # numbers by which their features are kept
     length: int  # T, at least the longest
     roots: Tensor  # [B, A] int64, the tokens at the anchors
     anchors: Tensor  # [B, A] int64 positions; 0 where a sequence has fewer
@@ -25,7 +26,7 @@ class Batch:
     def to(self, device: torch.device) -> "Batch":
         """On a device."""
         moved = (tensor.to(device) for tensor in (self.roots, self.anchors, self.labels, self.weights))
-        return Batch([s.to(device) for s in self.sequences], self.length, *moved)
+        return Batch([s.to(device) for s in self.sequences], self.names, self.length, *moved)
 
     def block_ids(self, block: int, mask: int) -> Tensor:
         """[B, A, b] int64: [root, MASK, ...]."""
@@ -59,7 +60,9 @@ def _shuffle(count: int, seed: int, turn: int) -> Tensor:
     return _shuffles[key]
 
 
-def make(chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, number: int) -> Batch:
+def make(
+    chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, number: int, names: list[int] | None = None
+) -> Batch:
     """Blocks of `chats`: up to `anchors` roots each, drawn from the answer; weights: [D], by depth.
 
     number: of the first of them among all that a fit ever sees; a sequence's anchors depend on its own alone.
@@ -80,7 +83,7 @@ def make(chats: Sequence[Chat], weights: Tensor, anchors: int, seed: int, number
         at[row, :n], roots[row, :n] = chosen, ids[chosen]
         labels[row, :n] = ids[behind.clamp(max=len(ids) - 1)]
         weighed[row, :n] = weights * (behind < len(ids))
-    return Batch(sequences, -(-longest // _PADDING) * _PADDING, roots, at, labels, weighed)
+    return Batch(sequences, names, -(-longest // _PADDING) * _PADDING, roots, at, labels, weighed)
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:

@@ -109,6 +109,7 @@ class FitPart:
     clip: float = 1.0  # norm that gradients are cut to
     precision: str = "auto"  # of products; weights are kept in float32. auto: bfloat16 on a GPU, else float32
     attention: str = "auto"  # flex: only unmasked tiles are computed; sdpa: all of them. auto: flex on a GPU
+    feature_cache_gib: float = 0.0  # of the device's memory for features of sequences that come again; 0: none
     loss_rows: int = 4096  # rows whose logits exist at once
     checkpoint_every: int = 500
     eval_every: int = 500
@@ -125,6 +126,7 @@ class FitPart:
         for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
                                 ("beta2", 0, 0.99999), ("clip", 1e-9, 1e9)):  # fmt: skip
             _within(f"fit.{name}", getattr(self, name), low, high)
+        _within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
         _one_of("fit.objective", self.objective, OBJECTIVES)
         _one_of("fit.attention", self.attention, ATTENTIONS)
         _one_of("fit.precision", self.precision, PRECISIONS)
@@ -215,7 +217,7 @@ def _build(base: Any, raw: dict[str, Any], at: str) -> Any:
     changes: dict[str, Any] = {}
     for name, value in raw.items():
         if name not in known:
-            raise InvalidOption(f"{at}{name} is unknown: {at or 'the file '}has {', '.join(known)}")
+            raise InvalidOption(f"{at}{name} is unknown: {at.rstrip('.') or 'the file'} has {', '.join(known)}")
         default = known[name]
         if is_dataclass(default):
             if not isinstance(value, dict):

@@ -88,7 +88,7 @@ class Trainer:
         self.precision = precision(self.part.precision, spec.device)
         longest = max(len(chat.ids) for chat in chats)
         kl = self.part.objective == "kl"
-        self.teacher = Teacher(target, self.model.config.target_layer_ids, longest, distribution=kl)
+        self.teacher = Teacher(target, self.model.config.target_layer_ids, longest, kl, self.part.feature_cache_gib)
         self.head = self.teacher.head(self.precision)
         self.flex = self._choose_attention(spec.device)
         self.by_depth = depth_weights(self.model.config.depths, self.part.gamma)
@@ -149,11 +149,11 @@ class Trainer:
         p = self.part
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate(p, self.step)
-        chosen = [self.chats[i] for i in batches.order(len(self.chats), self.step, p.batch, p.seed)]
-        parts = [
-            batches.make(chosen[i : i + p.micro_batch], self.by_depth, p.anchors, p.seed, self.step * p.batch + i)
-            for i in range(0, p.batch, p.micro_batch)
-        ]
+        order, parts = batches.order(len(self.chats), self.step, p.batch, p.seed), []
+        for first in range(0, p.batch, p.micro_batch):
+            names = order[first : first + p.micro_batch]
+            chats, number = [self.chats[name] for name in names], self.step * p.batch + first
+            parts.append(batches.make(chats, self.by_depth, p.anchors, p.seed, number, names))
         weight = sum(float(part.weights.sum()) for part in parts)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -176,7 +176,7 @@ class Trainer:
     def loss(self, batch: batches.Batch) -> Tensor:
         """The sum of a batch's weighted losses."""
         config, teacher = self.model.config, self.teacher
-        features, hidden = teacher.features(batch.sequences, batch.length)
+        features, hidden = teacher.features(batch.sequences, batch.length, batch.names)
         embedded = teacher.embed(batch.block_ids(config.block_size, config.mask_token_id))
         blocks = Blocks(config, batch.anchors, batch.length, self.flex)
         device = teacher.device

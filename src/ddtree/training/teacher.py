@@ -25,8 +25,11 @@ def load_target(part: TargetPart) -> Target:
 class Teacher:
     """A frozen target. Its features have the columns of `taps`, in that order."""
 
-    def __init__(self, target: Target, taps: Sequence[int], max_length: int, distribution: bool = False) -> None:
-        """max_length: tokens of the longest sequence; distribution: its own normed hidden states are wanted too.
+    def __init__(
+        self, target: Target, taps: Sequence[int], max_length: int, distribution: bool = False, cache_gib: float = 0.0
+    ) -> None:
+        """max_length: tokens of the longest sequence; distribution: its own normed hidden states are wanted too;
+        cache_gib: memory for what was computed, on the target's device.
 
         Raises InvalidOption where they are and the target does not show its last norm.
         """
@@ -43,9 +46,13 @@ class Teacher:
         target.tap((*taps, last) if distribution and last not in taps else tuple(taps))
         self._last = (list(taps).index(last) if last in taps else len(taps)) * target.spec.hidden_size
         self._cache = target.allocate(1, max_length)
+        self.kept: dict[int, tuple[Tensor, Tensor | None]] = {}  # by the sequence's number
+        self._room = int(cache_gib * 2**30)  # bytes
 
-    def features(self, sequences: Sequence[Tensor], length: int) -> tuple[Tensor, Tensor | None]:
-        """sequences: each [n] int64 on the device, n at most `length`.
+    def features(
+        self, sequences: Sequence[Tensor], length: int, names: Sequence[int] | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """sequences: each [n] int64 on the device, n at most `length`; names: their numbers, where they may be kept.
 
         Returns: features [B, length, taps * H], 0 behind a sequence's end, and the normed hidden states that the head
         reads [B, length, H] where the distribution is wanted; both in the target's dtype.
@@ -55,16 +62,29 @@ class Teacher:
         hidden = None
         if self._norm is not None:
             hidden = torch.zeros(batch, length, spec.hidden_size, dtype=spec.dtype, device=self.device)
-        start = torch.zeros(1, dtype=torch.int64, device=self.device)
         for row, ids in enumerate(sequences):
-            with torch.inference_mode():
-                found, _ = self.target.prefill(self._cache, ids.unsqueeze(0), start)
-                stream = found[0, :, self._last : self._last + spec.hidden_size]
-                normed = None if hidden is None else self._norm(stream.float(), spec.dtype)
-            features[row, : len(ids)] = found[0, :, : self._size]
+            taken, normed = self._of_one(ids, None if names is None else names[row])
+            features[row, : len(ids)] = taken
             if hidden is not None and normed is not None:
                 hidden[row, : len(ids)] = normed
         return features, hidden
+
+    def _of_one(self, ids: Tensor, name: int | None) -> tuple[Tensor, Tensor | None]:
+        if name is not None and name in self.kept:
+            return self.kept[name]
+        size, dtype = self.target.spec.hidden_size, self.target.spec.dtype
+        start = torch.zeros(1, dtype=torch.int64, device=self.device)
+        with torch.inference_mode():
+            found, _ = self.target.prefill(self._cache, ids.unsqueeze(0), start)
+            stream = found[0, :, self._last : self._last + size]
+            normed = None if self._norm is None else self._norm(stream.float(), dtype)
+            taken = found[0, :, : self._size]
+        if name is not None:
+            needed = (taken.numel() + (0 if normed is None else normed.numel())) * dtype.itemsize
+            if needed <= self._room:
+                self._room -= needed
+                self.kept[name] = taken.clone(), normed  # a clone: the last layer's columns need not stay
+        return taken, normed
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> float32 [..., H]."""
