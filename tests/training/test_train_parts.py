@@ -148,8 +148,8 @@ def test_new_drafters() -> None:
     DrafterConfig.read(raw).check_fits(49152, 576, 30)
     assert shape.taps(DrafterPart(taps=1), 30) == [27]
     assert shape.taps(DrafterPart(tap_layers=(3, 2)), 30) == [3, 2]
-    with pytest.raises(InvalidOption, match="only 4 layers"):
-        shape.taps(DrafterPart(), 7 - 1)
+    with pytest.raises(InvalidOption, match="only 3 layers"):
+        shape.taps(DrafterPart(), 6)
     with pytest.raises(InvalidOption, match="divide the 9 heads"):
         shape.new(DrafterPart(kv_heads=2), spec())
     with pytest.raises(DrafterMismatch, match="target_layer_ids"):

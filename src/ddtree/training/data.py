@@ -12,7 +12,10 @@ from tqdm import tqdm
 
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine
+from ddtree.engine.device import choose_device, choose_dtype
+from ddtree.engine.loading import HALVES
 from ddtree.errors import InvalidOption
+from ddtree.kernels.backend import usable
 from ddtree.training.config import TargetPart, TrainConfig, as_dict
 from ddtree.training.prompts import Source
 from ddtree.training.shards import Chat, shard_path, write_manifest, write_shard
@@ -38,12 +41,19 @@ class Draft:
 
 
 def load_engine(target: TargetPart, max_length: int, batch: int) -> Engine:
-    """The target alone, decoding plainly. Raises as Engine.load."""
-    return Engine.load(
-        EngineConfig(
-            target.model, "none", Speculation("ar"), target.device, target.dtype, max_length, max_running_requests=batch
-        )
-    )
+    """The target alone, decoding plainly; for many rows at once, so what is fastest for them is taken on a GPU.
+
+    Raises as Engine.load.
+    """
+    device = choose_device(target.device)
+    free = usable(device) and choose_dtype(target.dtype, device) in HALVES  # whether there is a choice of numerics
+    config = EngineConfig(
+        target.model, "none", Speculation("ar"), target.device, target.dtype, max_length,
+        max_running_requests=batch,
+        prefix_caching=False,
+        numerics="fast" if free else "auto",
+    )  # fmt: skip
+    return Engine.load(config)
 
 
 def generate_data(
