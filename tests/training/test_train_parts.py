@@ -156,6 +156,13 @@ def test_new_drafters() -> None:
         shape.build(shape.new(DrafterPart(tap_layers=(30,), mask_token_id=4), spec()), None, spec(), 0)
 
 
+def test_a_new_drafter_begins_as_a_guess_among_all_tokens() -> None:
+    model, head = DraftModel(DrafterConfig.read(BASE)), torch.randn(61, 32) * 5
+    shape.calm(model, head)
+    logits = model.logits(model.norm(torch.randn(40, 32)), head)
+    assert 0.5 < float(logits.detach().std()) < 2
+
+
 def test_mask_tokens() -> None:
     small = TargetSpec(6, 576, 30, 2048, (5,), torch.float32, torch.device("cpu"))
 

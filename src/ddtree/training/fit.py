@@ -90,6 +90,8 @@ class Trainer:
         kl = self.part.objective == "kl"
         self.teacher = Teacher(target, self.model.config.target_layer_ids, longest, kl, self.part.feature_cache_gib)
         self.head = self.teacher.head(self.precision)
+        if last is None and folder is None:
+            shape.calm(self.model, self.head)
         self.flex = self._choose_attention(spec.device)
         self.by_depth = depth_weights(self.model.config.depths, self.part.gamma)
 
