@@ -18,14 +18,16 @@ def test_features_head_and_embedding_are_the_same(
     random_llama(**fields, head_dim=16).save_pretrained(tmp_path)
     ids = torch.tensor([(i * 7) % 61 for i in range(20)], device=device)
     found = []
-    for kinds in (set(), {device.type}):
+    for kinds, batched in ((set(), False), ({device.type}, False), ({device.type}, True)):
         monkeypatch.setattr(backend, "KINDS", kinds)
         teacher = Teacher(LlamaTarget.load(tmp_path, torch.float32, device), (0, 1), 40, distribution=True)
+        teacher.batched = batched
         features, hidden = teacher.features([ids, ids[:9]], 24)
         assert hidden is not None
         blocks = ids[:12].view(2, 3, 2)
         found.append((features, hidden, teacher.head(torch.float32), teacher.embed(blocks)))
-    for plain, kernels in zip(*found, strict=True):
+    for plain, kernels, at_once in zip(*found, strict=True):
         assert torch.allclose(plain, kernels, atol=1e-4)
+        assert torch.allclose(plain, at_once, atol=1e-4)
     assert torch.equal(found[0][3], found[1][3])
     assert torch.equal(found[0][2], found[1][2])

@@ -141,6 +141,24 @@ def test_the_teachers_distribution_is_the_targets(tiny_target: Path) -> None:
         assert not features[1, 4:].any()
 
 
+def test_a_batch_at_once_has_the_features_of_each_alone(tiny_target: Path) -> None:
+    """The GPU's way, on the CPU: with and without the distribution, some of it kept."""
+    target = load_target(TargetPart(str(tiny_target), "cpu", "float32"))
+    sequences = [torch.randint(256, (n,)) for n in (9, 30, 1, 17)]
+    for distribution in (False, True):
+        teacher = Teacher(target, (3, 1), 40, distribution, cache_gib=1.0)
+        wanted = teacher.features(sequences, 32)
+        teacher.batched = True
+        for names in (None, [4, 5, 6, 7], [6, 9, 5, 4]):
+            chosen = [sequences[name % 4] if name < 8 else sequences[3] for name in names or range(4)]
+            order = [name % 4 if name < 8 else 3 for name in names or range(4)]
+            found = teacher.features(chosen, 32, names)
+            for ours, theirs in zip(found, wanted, strict=True):
+                assert (ours is None) == (theirs is None)
+                assert ours is None or torch.allclose(ours, theirs[order], atol=1e-4)  # type: ignore[index]
+        assert sorted(teacher.kept) == [4, 5, 6, 7, 9]
+
+
 def test_new_drafters() -> None:
     raw = shape.new(DrafterPart(mask_token_id=4), spec())
     assert raw["dflash_config"] == {"mask_token_id": 4, "target_layer_ids": [1, 7, 14, 21, 27]}

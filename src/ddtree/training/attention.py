@@ -46,25 +46,32 @@ class Blocks:
         batch = torch.arange(len(self.positions), device=device)[:, None, None]
         row = torch.arange(rows, device=device)[None, :, None]
         key = torch.arange(self.length + rows, device=device)[None, None]
-        return self._sees(kind, batch, row, key)
-
-    def _sees(self, kind: Kind, batch: Tensor, row: Tensor, key: Tensor) -> Tensor:
-        """One rule for both ways: indices of any shapes that broadcast -> bool."""
-        window, causal = kind
-        at, inside = self.positions[batch, row], key >= self.length
-        own = (key - self.length).clamp(min=0, max=self.positions.shape[1] - 1)
-        away = at - torch.where(inside, self.positions[batch, own], key)
-        sees = torch.where(inside, own // self.block == row // self.block, key < self.starts[batch, row])
-        if window is not None:
-            sees = sees & (away.abs() < window)
-        return sees & (away >= 0) if causal else sees
+        return self._rule(kind)(batch, batch, row, key)
 
     def _block_mask(self, kind: Kind) -> BlockMask:
-        def rule(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
-            return self._sees(kind, batch, row, key)
-
         batch, rows = self.positions.shape
-        return create_block_mask(rule, batch, None, rows, self.length + rows, device=str(self.positions.device))
+        device = str(self.positions.device)
+        return create_block_mask(self._rule(kind), batch, None, rows, self.length + rows, device=device)
+
+    def _rule(self, kind: Kind) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]:
+        """Who sees whom: indices of batch, head, row and key, of shapes that broadcast -> bool. Both ways go by it.
+
+        It holds tensors and numbers alone, so that it is compiled once for all batches of one shape.
+        """
+        (window, causal), positions, starts = kind, self.positions, self.starts
+        length, block, last = self.length, self.block, self.positions.shape[1] - 1
+
+        def sees(batch: Tensor, head: Tensor, row: Tensor, key: Tensor) -> Tensor:
+            own = (key - length).clamp(0, last)
+            inside = key >= length
+            seen = torch.where(inside, own // block == row // block, key < starts[batch, row])
+            if window is not None or causal:
+                away = positions[batch, row] - torch.where(inside, positions[batch, own], key)
+                seen = seen & (away >= 0) if causal else seen
+                seen = seen & (away.abs() < window) if window is not None else seen
+            return seen
+
+        return sees
 
 
 _plain: Callable[..., Any] = flex_attention
@@ -73,19 +80,22 @@ _plain: Callable[..., Any] = flex_attention
 @cache
 def _compiled() -> Callable[..., Tensor]:
     """Flex attention is sparse only when it is compiled."""
-    run: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=True)
+    run: Callable[..., Tensor] = torch.compile(flex_attention, dynamic=False)
     return run
 
 
-def flex_works(config: DrafterConfig, device: torch.device, dtype: torch.dtype) -> str | None:
-    """None where flex attention runs here, forward and backward, and agrees with SDPA; else why not."""
+def flex_works(config: DrafterConfig, device: torch.device, dtype: torch.dtype, length: int, count: int) -> str | None:
+    """None where flex attention runs here, forward and backward, and agrees with SDPA; else why not.
+
+    length: T, count: blocks of a sequence, as they will be.
+    """
     if device.type != "cuda":
         return f"it is compiled for GPUs, and this is {device}"
     generator = torch.Generator().manual_seed(0)
-    length, anchors = 256, torch.tensor([[3, 60, 130, 200, 0, 0, 0, 0]], device=device)
+    anchors = torch.randint(length, (2, count), generator=generator).to(device)
     rows, dim = anchors.shape[1] * config.block_size, config.head_dim
     shapes = [(config.num_heads, rows), (config.num_kv_heads, length + rows), (config.num_kv_heads, length + rows)]
-    given = [torch.randn(1, heads, n, dim, generator=generator).to(device, dtype) for heads, n in shapes]
+    given = [torch.randn(2, heads, n, dim, generator=generator).to(device, dtype) for heads, n in shapes]
     results: list[list[Tensor]] = []
     try:
         for flex in (True, False):

@@ -35,6 +35,11 @@ class Batch:
         return ids
 
 
+def rounded(length: int) -> int:
+    """What a forward of this longest sequence is padded to."""
+    return -(-length // _PADDING) * _PADDING
+
+
 def trainable(chats: Sequence[Chat]) -> list[Chat]:
     """Those with a root and a token behind it."""
     return [chat for chat in chats if chat.answer >= 2]
@@ -83,7 +88,7 @@ def make(
         at[row, :n], roots[row, :n] = chosen, ids[chosen]
         labels[row, :n] = ids[behind.clamp(max=len(ids) - 1)]
         weighed[row, :n] = weights * (behind < len(ids))
-    return Batch(sequences, names, -(-longest // _PADDING) * _PADDING, roots, at, labels, weighed)
+    return Batch(sequences, names, rounded(longest), roots, at, labels, weighed)
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:

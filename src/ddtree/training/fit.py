@@ -87,6 +87,7 @@ class Trainer:
             self.step, self.best = last["step"], last["best"]
         self.precision = precision(self.part.precision, spec.device)
         longest = max(len(chat.ids) for chat in chats)
+        self.length = batches.rounded(longest)
         kl = self.part.objective == "kl"
         self.teacher = Teacher(target, self.model.config.target_layer_ids, longest, kl, self.part.feature_cache_gib)
         self.head = self.teacher.head(self.precision)
@@ -109,7 +110,7 @@ class Trainer:
     def _choose_attention(self, device: torch.device) -> bool:
         if self.part.attention == "sdpa":
             return False
-        why_not = flex_works(self.model.config, device, self.precision)
+        why_not = flex_works(self.model.config, device, self.precision, self.length, self.part.anchors)
         if why_not is None:
             return True
         if self.part.attention == "flex":
@@ -178,9 +179,10 @@ class Trainer:
     def loss(self, batch: batches.Batch) -> Tensor:
         """The sum of a batch's weighted losses."""
         config, teacher = self.model.config, self.teacher
-        features, hidden = teacher.features(batch.sequences, batch.length, batch.names)
+        length = self.length if self.flex else batch.length  # flex attention is compiled for one shape
+        features, hidden = teacher.features(batch.sequences, length, batch.names)
         embedded = teacher.embed(batch.block_ids(config.block_size, config.mask_token_id))
-        blocks = Blocks(config, batch.anchors, batch.length, self.flex)
+        blocks = Blocks(config, batch.anchors, length, self.flex)
         device = teacher.device
         with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision is torch.bfloat16):
             drafted = self.model(embedded, features.to(self.precision), blocks)

@@ -1,18 +1,21 @@
 """What training takes from the target: features of whole sequences, its embedding, its head as a plain matrix."""
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ddtree.config import EngineConfig, Speculation
 from ddtree.engine.loading import load_pair
 from ddtree.errors import InvalidOption
 from ddtree.layers import RMSNorm
-from ddtree.target import Target
+from ddtree.target import LlamaTarget, Target
 from ddtree.training.config import TargetPart
+from ddtree.training.whole import whole
 
+Found = tuple[Tensor, Tensor | None]  # features [n, F], and normed hidden states [n, H] where they are wanted
 _HEAD_ROWS = 16  # rows that a head is asked for at once: few enough for every kernel
 
 
@@ -46,8 +49,9 @@ class Teacher:
         target.tap((*taps, last) if distribution and last not in taps else tuple(taps))
         self._last = (list(taps).index(last) if last in taps else len(taps)) * target.spec.hidden_size
         self._cache = target.allocate(1, max_length)
-        self.kept: dict[int, tuple[Tensor, Tensor | None]] = {}  # by the sequence's number
+        self.kept: dict[int, Found] = {}  # by the sequence's number
         self._room = int(cache_gib * 2**30)  # bytes
+        self.batched = self.device.type == "cuda" and isinstance(target, LlamaTarget)
 
     def features(
         self, sequences: Sequence[Tensor], length: int, names: Sequence[int] | None = None
@@ -62,29 +66,49 @@ class Teacher:
         hidden = None
         if self._norm is not None:
             hidden = torch.zeros(batch, length, spec.hidden_size, dtype=spec.dtype, device=self.device)
-        for row, ids in enumerate(sequences):
-            taken, normed = self._of_one(ids, None if names is None else names[row])
-            features[row, : len(ids)] = taken
+        for row, (taken, normed) in enumerate(self._found(sequences, names)):
+            features[row, : len(taken)] = taken
             if hidden is not None and normed is not None:
-                hidden[row, : len(ids)] = normed
+                hidden[row, : len(normed)] = normed
         return features, hidden
 
-    def _of_one(self, ids: Tensor, name: int | None) -> tuple[Tensor, Tensor | None]:
-        if name is not None and name in self.kept:
-            return self.kept[name]
-        size, dtype = self.target.spec.hidden_size, self.target.spec.dtype
+    def _found(self, sequences: Sequence[Tensor], names: Sequence[int] | None) -> list[Found]:
+        """Each sequence's own, kept or computed now."""
+        kept = [None if names is None else self.kept.get(name) for name in names or range(len(sequences))]
+        missing = [row for row, found in enumerate(kept) if found is None]
+        new = dict(zip(missing, self._computed([sequences[row] for row in missing]), strict=True))
+        if names is not None:
+            for row, found in new.items():
+                self._keep(names[row], found)
+        return [found if found is not None else new[row] for row, found in enumerate(kept)]
+
+    def _keep(self, name: int, found: Found) -> None:
+        needed = sum(part.numel() * part.element_size() for part in found if part is not None)
+        if needed <= self._room:
+            self._room -= needed
+            taken, normed = (None if part is None else part.clone() for part in found)  # of a larger tensor
+            assert taken is not None
+            self.kept[name] = taken, normed
+
+    def _computed(self, sequences: Sequence[Tensor]) -> list[Found]:
+        """On a GPU all at once, where the target is one that can; else one by one: exact, whatever the company."""
+        if not sequences:
+            return []
+        if self.batched:
+            longest = max(len(ids) for ids in sequences)
+            ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids in sequences])
+            hidden, features = whole(cast(LlamaTarget, self.target), ids)
+            rows = [(features[row, : len(ids)], hidden[row, : len(ids)]) for row, ids in enumerate(sequences)]
+            return [(found[:, : self._size], normed if self._norm is not None else None) for found, normed in rows]
+        return [self._of_one(ids) for ids in sequences]
+
+    @torch.inference_mode()
+    def _of_one(self, ids: Tensor) -> Found:
         start = torch.zeros(1, dtype=torch.int64, device=self.device)
-        with torch.inference_mode():
-            found, _ = self.target.prefill(self._cache, ids.unsqueeze(0), start)
-            stream = found[0, :, self._last : self._last + size]
-            normed = None if self._norm is None else self._norm(stream.float(), dtype)
-            taken = found[0, :, : self._size]
-        if name is not None:
-            needed = (taken.numel() + (0 if normed is None else normed.numel())) * dtype.itemsize
-            if needed <= self._room:
-                self._room -= needed
-                self.kept[name] = taken.clone(), normed  # a clone: the last layer's columns need not stay
-        return taken, normed
+        found, _ = self.target.prefill(self._cache, ids.unsqueeze(0), start)
+        stream = found[0, :, self._last : self._last + self.target.spec.hidden_size]
+        normed = None if self._norm is None else self._norm(stream.float(), self.target.spec.dtype)
+        return found[0, :, : self._size], normed
 
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> float32 [..., H]."""
