@@ -34,11 +34,13 @@ class Blocks:
         kind = self.kinds[layer]
         if kind not in self._masks:
             self._masks[kind] = self._block_mask(kind) if self.flex else self.dense_mask(kind).unsqueeze(1)
-        grouped = key.shape[1] != query.shape[1]
+        groups = query.shape[1] // key.shape[1]
         if self.flex:
             run = _compiled() if query.is_cuda else _plain
-            return run(query, key, value, block_mask=self._masks[kind], enable_gqa=grouped)
-        return F.scaled_dot_product_attention(query, key, value, attn_mask=self._masks[kind], enable_gqa=grouped)
+            return run(query, key, value, block_mask=self._masks[kind], enable_gqa=groups > 1)
+        if groups > 1:  # with a mask, the fast kernels of CUDA take no groups
+            key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=self._masks[kind])
 
     def dense_mask(self, kind: Kind) -> Tensor:
         """[B, Q, T + Q] bool, true where a row sees a key."""

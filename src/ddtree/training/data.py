@@ -50,6 +50,7 @@ def load_engine(target: TargetPart, max_length: int, batch: int) -> Engine:
     config = EngineConfig(
         target.model, "none", Speculation("ar"), target.device, target.dtype, max_length,
         max_running_requests=batch,
+        max_tree_budget=1,  # no trees are laid: no memory for them
         prefix_caching=False,
         numerics="fast" if free else "auto",
     )  # fmt: skip

@@ -121,8 +121,8 @@ class Trainer:
         return False
 
     def _say(self, text: str) -> None:
-        if not self.quiet:
-            tqdm.write(text, file=sys.stderr)
+        """To standard error, also where no bar is shown."""
+        tqdm.write(text, file=sys.stderr)
 
     def run(self, stop_at: int | None = None, max_minutes: float | None = None) -> dict[str, Any]:
         """To the end of the schedule, or to where it is told to stop."""
@@ -137,6 +137,8 @@ class Trainer:
                 last = self.step == end or late
                 if self.step % p.eval_every == 0 or last:
                     line |= self._measure()
+                    self._say(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in line.items() if k != "step"))
+                line |= {"seconds": time.monotonic() - began, "attention": "flex" if self.flex else "sdpa"}
                 if self.step % p.log_every == 0 or last or "chain" in line:
                     self.run_files.log(line)
                 if self.step % p.checkpoint_every == 0 or last:
