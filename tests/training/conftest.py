@@ -7,7 +7,7 @@ import torch
 
 from ddtree.training.config import TrainConfig, read
 from ddtree.training.data import generate_data
-from tiny import run_file, save_target
+from tiny_run import run_file, save_target
 
 
 @pytest.fixture(scope="session")

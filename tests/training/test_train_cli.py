@@ -10,7 +10,7 @@ from typer.testing import CliRunner, Result
 
 from ddtree.cli import app
 from ddtree.cli.train import train
-from tiny import run_file
+from tiny_run import run_file
 
 OPTIONS: dict[str, dict[str, list[str]]] = {
     "data": {"overrides": ["--set", "data.chats=3"], "max_minutes": ["--max-minutes", "2"]},

@@ -15,7 +15,7 @@ from ddtree.training.config import DataPart, TrainConfig, read
 from ddtree.training.data import ChatMaker, generate_data, load_engine
 from ddtree.training.prompts import Banned, Source, read_prompts, templates
 from ddtree.training.shards import Chat, read_all, read_shard, shard_path, write_shard
-from tiny import END, run_file
+from tiny_run import END, run_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -26,7 +26,7 @@ from ddtree.training.shards import Chat
 from ddtree.training.teacher import Teacher, load_target
 from ddtree.tree import best_first
 from dflash_reference import BASE, change
-from tiny import run_file
+from tiny_run import run_file
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -23,7 +23,7 @@ from ddtree.training.measure import draft, walk
 from ddtree.training.shards import Chat, read_all
 from ddtree.training.teacher import Teacher, load_target
 from llama_oracle import LLAMA3
-from tiny import END, SPARE, VOCAB, run_file, save_target
+from tiny_run import END, SPARE, VOCAB, run_file, save_target
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
