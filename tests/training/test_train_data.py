@@ -68,8 +68,19 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     path = tmp_path / "mine.jsonl"
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "two"}]
     path.write_text('{"prompt": "one", "category": "c"}\n\n' + json.dumps({"messages": messages}))
-    assert [(p.kind, p.text) for p in read_prompts(str(path))] == [("c", "one"), ("mine", "two")]
-    for line in ("[1]", "{", '{"prompt": ""}', '{"prompt": 3}', '{"messages": []}', '{"text": "x"}', "3"):
+    with path.open("a") as file:
+        file.write('\n{"turns": ["three", "four"], "kind": "k"}')
+    assert [(p.kind, p.text) for p in read_prompts(str(path))] == [("c", "one"), ("mine", "two"), ("k", "three")]
+    for line in (
+        "[1]",
+        "{",
+        '{"prompt": ""}',
+        '{"prompt": 3}',
+        '{"messages": []}',
+        '{"turns": []}',
+        '{"text": "x"}',
+        "3",
+    ):
         path.write_text('{"prompt": "one"}\n' + line)
         with pytest.raises(DamagedFile, match="line 2"):
             read_prompts(str(path))
@@ -140,6 +151,9 @@ def test_shards_hold_what_was_put_in(tmp_path: Path) -> None:
     chats = [Chat(np.arange(n, dtype=np.int32), n // 2, "ab"[n % 2], n > 3, n > 4) for n in (2, 5, 9)]
     write_shard(tmp_path / "s.safetensors", chats, ["a", "b"])
     assert same(read_shard(tmp_path / "s.safetensors", ["a", "b"]), chats)
+    large = [Chat(np.array([1, 70000, 128255], np.int32), 1, "a", True, False)]  # beyond 16 bits
+    write_shard(tmp_path / "s.safetensors", large, ["a"])
+    assert same(read_shard(tmp_path / "s.safetensors", ["a"]), large)
     write_shard(tmp_path / "s.safetensors", [], ["a"])
     assert read_shard(tmp_path / "s.safetensors", ["a"]) == []
     (tmp_path / "s.safetensors").write_bytes(b"12345678 nonsense")

@@ -4,7 +4,7 @@ import json
 import random
 import re
 import tomllib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -50,7 +50,7 @@ def _fill(text: str, draw: random.Random, slots: dict[str, list[str]]) -> str:
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """A JSONL file: each line an object with `prompt`, or with `messages`, whose first user message is taken.
+    """A JSONL file: each line an object with `prompt`, or with `turns` or `messages`, whose first user text is taken.
 
     `kind` or `category` names its kind, else the file does. Raises ModelNotFound or DamagedFile, naming the line.
     """
@@ -62,9 +62,11 @@ def read_prompts(path: str) -> list[Prompt]:
             continue
         try:
             raw = json.loads(line)
-            text = raw["prompt"] if "prompt" in raw else _first_user(raw["messages"])
-        except (ValueError, KeyError, TypeError, StopIteration) as error:
-            raise DamagedFile(f'{path}, line {number}: give an object with "prompt" or "messages", as text') from error
+            text = raw["prompt"] if "prompt" in raw else _first(raw)
+        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            raise DamagedFile(
+                f'{path}, line {number}: give an object with "prompt", "turns" or "messages", as text'
+            ) from error
         if not isinstance(text, str) or not text.strip():
             raise DamagedFile(f"{path}, line {number}: the prompt must be text that is not empty")
         found.append(Prompt(str(raw.get("kind") or raw.get("category") or kind), text))
@@ -73,8 +75,10 @@ def read_prompts(path: str) -> list[Prompt]:
     return found
 
 
-def _first_user(messages: Sequence[dict[str, Any]]) -> Any:
-    return next(m["content"] for m in messages if m["role"] == "user")
+def _first(raw: dict[str, Any]) -> Any:
+    if "turns" in raw:
+        return raw["turns"][0]
+    return next(m["content"] for m in raw["messages"] if m["role"] == "user")
 
 
 class Banned:

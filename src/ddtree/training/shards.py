@@ -35,8 +35,10 @@ class Chat:
 def write_shard(path: Path, sequences: Sequence[Chat], kinds: Sequence[str]) -> None:
     """One file, moved to its place when it is whole."""
     lengths = [len(s.ids) for s in sequences]
+    ids = np.concatenate([s.ids for s in sequences]) if sequences else np.zeros(0, np.int32)
+    half = bool((ids < 1 << 16).all())  # most vocabularies; half the bytes
     tensors: dict[str, np.ndarray[Any, Any]] = {
-        "ids": np.concatenate([s.ids for s in sequences]).astype(np.int32) if sequences else np.zeros(0, np.int32),
+        "ids": ids.astype(np.uint16 if half else np.int32),
         "ends": np.cumsum(lengths, dtype=np.int64),
         "prompts": np.array([s.prompt for s in sequences], np.int32),
         "kinds": np.array([kinds.index(s.kind) for s in sequences], np.int32),
@@ -52,10 +54,10 @@ def read_shard(path: Path, kinds: Sequence[str]) -> list[Chat]:
     """Raises DamagedFile."""
     try:
         t = load_file(path)
-        ends = t["ends"].tolist()
+        ends, ids = t["ends"].tolist(), t["ids"].astype(np.int32)
         starts = [0, *ends[:-1]]
         rows = zip(starts, ends, t["prompts"], t["kinds"], t["greedy"], t["heldout"], strict=False)
-        return [Chat(t["ids"][a:b], int(p), kinds[k], bool(g), bool(h)) for a, b, p, k, g, h in rows]
+        return [Chat(ids[a:b], int(p), kinds[k], bool(g), bool(h)) for a, b, p, k, g, h in rows]
     except (SafetensorError, OSError, KeyError, IndexError) as error:
         raise DamagedFile(f"{path} is no whole shard ({error}): delete it and run `ddtree train data` again") from error
 
