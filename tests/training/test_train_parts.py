@@ -174,7 +174,7 @@ def test_new_drafters() -> None:
         shape.build(shape.new(DrafterPart(tap_layers=(30,), mask_token_id=4), spec()), None, spec(), 0)
 
 
-def test_a_new_drafter_begins_as_a_guess_among_all_tokens() -> None:
+def test_a_new_drafter_begins_with_small_logits() -> None:
     model, head = DraftModel(DrafterConfig.read(BASE)), torch.randn(61, 32) * 5
     shape.calm(model, head)
     logits = model.logits(model.norm(torch.randn(40, 32)), head)
