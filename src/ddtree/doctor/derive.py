@@ -12,7 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from ddtree.doctor.cards import cards
 from ddtree.doctor.facts import Checkpoint, Facts, Import, Torch
-from ddtree.doctor.rules import Tables, satisfies
+from ddtree.doctor.rules import Tables, is_specifier, satisfies
 
 MODULES = {
     "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
@@ -201,6 +201,8 @@ def _broken(facts: Facts, row: Mapping[str, Any] | None) -> list[dict[str, Any]]
     judged = set(row or ()) | set(facts.packages if row is None else ())
     for entry in facts.requirements:
         if entry.by == "sglang" and entry.package in judged and entry.installed is not None:
+            continue
+        if not is_specifier(entry.wanted):  # only in a recording that was written by hand
             continue
         if entry.installed is None or satisfies(entry.installed, entry.wanted) is False:
             spec = f"{entry.package}{entry.wanted}"

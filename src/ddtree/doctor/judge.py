@@ -1,31 +1,16 @@
 """Facts and rules to findings, a verdict, and what each card should get. Pure: looks at nothing but its arguments."""
 
-import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ddtree.doctor.derive import Free, view
+from ddtree.doctor.apply import Finding, apply
+from ddtree.doctor.derive import view
 from ddtree.doctor.facts import Facts
-from ddtree.doctor.rules import LISTS, OPERATORS, Condition, Rule, Tables
-from ddtree.errors import InvalidOption
+from ddtree.doctor.rules import LISTS, Rule, Tables
 
 ORDER = ("fail", "unknown", "warn")
 VERDICTS = {"fine": 0, "would fail": 1, "could not tell": 2}
-FIELD = re.compile(r"\{([a-z_]+(?:\.[\w-]+)*)(\|gib)?\}")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """One fault of this machine."""
-
-    level: str  # fail, unknown or warn
-    id: str
-    about: str
-    what: str
-    seen: str  # how it was seen
-    mend: str  # the command that mends it
-    source: str
 
 
 @dataclass(frozen=True)
@@ -61,7 +46,7 @@ class Diagnosis:
 def judge(facts: Facts, tables: Tables) -> Diagnosis:
     """Apply every rule. Raises InvalidOption for a rule that names something no machine has."""
     seen = view(facts, tables)
-    findings = [finding for rule in tables.rules for finding in _apply(rule, seen)]
+    findings = [finding for rule in tables.rules for finding in _found(rule, seen)]
     hidden = {name for rule in tables.rules for name in rule.hides if any(f.id == rule.id for f in findings)}
     kept = [f for f in findings if not {f.id, f"{f.id}:{f.about}"} & hidden]
     kept.sort(key=lambda finding: ORDER.index(finding.level))
@@ -70,58 +55,13 @@ def judge(facts: Facts, tables: Tables) -> Diagnosis:
     return Diagnosis(verdict, tuple(kept), tuple(_advice(seen, kept, tables)), tuple(_unseen(facts, seen)))
 
 
-def _apply(rule: Rule, seen: Mapping[str, Any]) -> Iterator[Finding]:
+def _found(rule: Rule, seen: Mapping[str, Any]) -> Iterator[Finding]:
     if rule.level == "off" or rule.engine not in (None, seen["asked"]["engine"]):
         return
     for item in seen[rule.each] if rule.each else [None]:
-        scope = {**seen, LISTS[rule.each]: item} if rule.each else seen
-        try:
-            # All are looked up before any is judged, so that a misspelled path shows on the first machine.
-            when = [_holds(condition, scope) for condition in rule.when]
-            some = [_holds(condition, scope) for condition in rule.any]
-            about, what, how, mend = (_fill(text, scope) for text in (rule.about, rule.what, rule.seen, rule.mend))
-        except (KeyError, TypeError) as error:
-            raise InvalidOption(f"the rule {rule.id!r} cannot be applied: {error}", param="rules") from error
-        if all(when) and (any(some) or not some):
-            yield Finding(rule.level, rule.id, about, what, how, mend, rule.source)
-
-
-def _holds(condition: Condition, scope: Mapping[str, Any]) -> bool:
-    value = look_up(condition.path, scope)
-    if condition.operator in ("set", "unset"):
-        return (value is None) == (condition.operator == "unset")
-    wanted = look_up(condition.other, scope) if condition.other else condition.value
-    if value is None or wanted is None:
-        return False
-    return OPERATORS[condition.operator](value, wanted)
-
-
-def look_up(path: str, scope: Mapping[str, Any]) -> Any:
-    """The value at a dotted path; None where something on the way is not known. Raises KeyError for no such thing."""
-    value: Any = scope
-    rest = path
-    while rest:
-        if value is None:
-            return None
-        if isinstance(value, Free):  # a package's name may hold dots
-            return value.get(rest)
-        name, _, rest = rest.partition(".")
-        if not isinstance(value, Mapping) or name not in value:
-            raise KeyError(f"there is no {path!r}")
-        value = value[name]
-    return value
-
-
-def _fill(text: str, scope: Mapping[str, Any]) -> str:
-    def shown(found: re.Match[str]) -> str:
-        value = look_up(found[1], scope)
-        if value is None:
-            return "unknown"
-        if found[2]:
-            return f"{value / 1024:.1f} GiB"
-        return ", ".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
-
-    return FIELD.sub(shown, text)
+        finding = apply(rule, {**seen, LISTS[rule.each]: item} if rule.each else seen)
+        if finding is not None:
+            yield finding
 
 
 def _advice(seen: Mapping[str, Any], findings: list[Finding], tables: Tables) -> Iterator[Advice]:
@@ -130,8 +70,7 @@ def _advice(seen: Mapping[str, Any], findings: list[Finding], tables: Tables) ->
     for gpu in seen["gpus"]:
         if not gpu["usable"]:
             continue
-        memory = f", {gpu['free_mib'] / 1024:.0f} of {gpu['memory_mib'] / 1024:.0f} GiB free" if gpu["free_mib"] else ""
-        name = f"{gpu['name']}, compute capability {gpu['capability']}{memory}"
+        name = f"{gpu['name']}, compute capability {gpu['capability']}{_memory(gpu)}"
         card = next((card for card in tables.cards if gpu["sm"] and card.low <= gpu["sm"] <= card.high), None)
         if card is None:
             yield Advice(gpu["index"], name, None, None, None, None, None, None, "no family of cards is known for it")
@@ -147,6 +86,15 @@ def _advice(seen: Mapping[str, Any], findings: list[Finding], tables: Tables) ->
             grammar,
             card.note,
         )
+
+
+def _memory(gpu: Mapping[str, Any]) -> str:
+    free, whole = (gpu[name] and f"{gpu[name] / 1024:.0f}" for name in ("free_mib", "memory_mib"))
+    if not free:
+        return ""
+    return (
+        f", {free} of {whole} GiB free" if whole else f", {free} GiB free"
+    )  # memory shared with the host has no total
 
 
 def _unseen(facts: Facts, seen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
