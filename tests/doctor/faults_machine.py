@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddtree.doctor.facts import Checkpoint, Driver, Import, Port, Requirement, Space
+from ddtree.doctor.facts import Checkpoint, Driver, Facts, Import, Port, Requirement, Space
 from faults import Fault
 from machines import (
     DRAFTER,
@@ -29,6 +29,16 @@ NVRTC = "ImportError: libnvrtc.so.13: cannot open shared object file: No such fi
 QWEN3 = "model_type 'qwen3' is not supported by the embedded engine"
 NVML = "Failed to initialize NVML: Driver/library version mismatch"
 DRAFTX = "architectures ['X'] is not a drafter that is supported"
+
+
+def on_cpu(facts: Facts) -> Facts:
+    """A build of torch for CPUs: the engine would not touch the cards."""
+    return with_torch(facts, version="2.11.0+cpu", cuda=None, available=False)
+
+
+def closed(facts: Facts) -> Facts:
+    """The cache cannot be written."""
+    return with_system(facts, spaces=(Space("models of ddtree", "/cache", 60_000, "/cache is not a folder"),))
 
 
 FAULTS = [
@@ -193,6 +203,15 @@ FAULTS = [
     ),
     Fault("gpu-full", lambda: with_card(sglang(count=2), 1, **HELD), lambda: with_card(gpu(count=2), 1, **HELD)),
     Fault("memory-held", lambda: with_card(gpu(), free_mib=70_000), lambda: with_card(gpu(), free_mib=142_000), "warn"),
+    Fault(
+        "memory-small",
+        lambda: with_weights(on_cpu(gpu()), 200_000),
+        lambda: with_weights(
+            on_cpu(with_card(gpu("6.1"), memory_mib=200, free_mib=100, compute_mode="Prohibited")), 300
+        ),
+        also=("torch-without-cuda-embedded",),
+        neighbour=("torch-without-cuda-embedded",),
+    ),
     Fault("memory-small", lambda: with_weights(cpu(), 200_000), lambda: with_weights(cpu(), 100_000)),
     Fault(
         "shm-small", lambda: with_system(sglang(count=8), shm_mib=64), lambda: with_system(sglang(), shm_mib=64), "warn"
@@ -205,6 +224,12 @@ FAULTS = [
         ),
         lambda: with_system(cpu(), spaces=(Space("models of ddtree", "/cache", 200),)),
         says=("/cache", "329 MiB"),
+    ),
+    Fault(
+        "cache-closed",
+        lambda: closed(replace(cpu(), model=replace(MODEL, state="to fetch", to_write=True))),
+        lambda: closed(cpu()),
+        says=("/cache is not a folder", "DDTREE_CACHE"),
     ),
     Fault(
         "port-taken", lambda: replace(cpu(), port=Port(30000, False, "Address already in use")), cpu, says=("30000",)
@@ -229,7 +254,32 @@ FAULTS = [
     Fault(
         "drafter-missing",
         lambda: replace(cpu(), drafter=Checkpoint("auto", "missing", problem="no drafter is known for x")),
+        lambda: replace(cpu(), drafter=None, asked=replace(cpu().asked, drafter="none", mode="ar")),
+        says=("ddtree serve --model smollm2-135m --mode ar --drafter none",),
+    ),
+    Fault(
+        "mode-without-drafter",
         lambda: replace(cpu(), drafter=None, asked=replace(cpu().asked, drafter="none")),
+        lambda: replace(cpu(), drafter=None, asked=replace(cpu().asked, mode="ar")),
+        says=("mode tree needs a drafter: load one with --drafter, or use mode ar",),
+    ),
+    Fault(
+        "model-damaged",
+        lambda: replace(cpu(), model=Checkpoint("org/model", "missing", damage="x is damaged")),
+        cpu,
+        says=("x is damaged", "hf download org/model --force-download"),
+    ),
+    Fault(
+        "model-damaged",
+        lambda: replace(cpu(), model=Checkpoint("tiny-0123", "missing", damage="it was converted by another version")),
+        cpu,
+        says=("give the .gguf file that it was converted from",),
+    ),
+    Fault(
+        "drafter-damaged",
+        lambda: replace(cpu(), drafter=Checkpoint("./d", "missing", "./d", damage="x is damaged")),
+        cpu,
+        says=("x is damaged", "copy or download again what is in ./d"),
     ),
     Fault(
         "model-elsewhere",

@@ -257,4 +257,18 @@ FAULTS = [
         "warn",
     ),
     Fault("set-unknown", lambda: with_packages(sglang(), sglang="0.5.99"), sglang, "warn", says=("--rules",)),
+    Fault(
+        "attention-unknown",
+        lambda: sglang(attention_backend="nonsense"),
+        lambda: sglang(attention_backend="fa3"),
+        "unknown",
+        says=("--attention-backend nonsense",),
+    ),
+    Fault(
+        "grammar-unknown",
+        lambda: sglang(grammar_backend="nonsense"),
+        lambda: sglang(grammar_backend="llguidance"),
+        "unknown",
+        says=("--grammar-backend nonsense",),
+    ),
 ]

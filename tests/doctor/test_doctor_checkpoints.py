@@ -1,6 +1,7 @@
 """What names stand for, and what their files say; nothing is downloaded, converted or written."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from tiny_gguf import tiny_llama, write_gguf
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
+from ddtree.doctor import judge, load
 from ddtree.doctor.checkpoints import look, summary
 from ddtree.doctor.facts import Checkpoint
 from ddtree.doctor.record import build
+from ddtree.models import resolve_model
+from machines import cpu
 
 pytestmark = pytest.mark.usefixtures("empty_cache")
 
@@ -30,7 +36,7 @@ DFLASH = {
 def folder(path: Path, config: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> str:
     path.mkdir()
     (path / "config.json").write_text(json.dumps(config))
-    (path / "tokenizer.json").write_text("{}")
+    Tokenizer(WordLevel({"a": 0}, unk_token="a")).save(str(path / "tokenizer.json"))
     save_file({"weight": torch.zeros(1024, 1024, dtype=dtype)}, path / "model.safetensors")
     return str(path)
 
@@ -47,10 +53,17 @@ def seen(model: str, drafter: str = "none", engine: str = "embedded") -> tuple[C
 
 def test_a_pair_that_fits(model: str, tmp_path: Path) -> None:
     target, drafter = seen(model, folder(tmp_path / "drafter", DFLASH))
-    assert (target.state, target.folder, target.weights_mib, target.refusal) == ("here", model, 2, None)
+    assert (target.state, target.folder, target.weights_mib, target.refusal, target.damage) == (
+        "here",
+        model,
+        2,
+        None,
+        None,
+    )
     assert target.config["num_hidden_layers"] == 8
     assert drafter is not None
-    assert (drafter.state, drafter.weights_mib, drafter.refusal, drafter.misfit) == ("here", 2, None, None)
+    assert (drafter.state, drafter.weights_mib, drafter.refusal) == ("here", 2, None)
+    assert (drafter.misfit, drafter.damage) == (None, None)
 
 
 @pytest.mark.parametrize(
@@ -118,7 +131,16 @@ def test_a_gguf_file_is_read_and_not_converted(tmp_path: Path, inside: bool) -> 
     assert (target.state, target.folder, target.refusal) == ("here", str(path), None)
     assert (target.config["num_hidden_layers"], target.weights_mib) == (2, 1)
     path.write_bytes(path.read_bytes()[:100])
-    assert "cannot be read as a GGUF file" in (seen(str(path))[0].problem or "")
+    assert "cannot be read as a GGUF file" in (seen(str(path))[0].damage or "")
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_what_the_first_start_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, converted: bool) -> None:
+    path = write_gguf(tmp_path / "tiny.gguf", tiny_llama())
+    if converted:
+        resolve_model(str(path))
+    assert seen(str(path))[0].to_write is not converted
+    assert seen("smollm2-135m")[0].to_write
 
 
 def test_nothing_is_written(tmp_path: Path, model: str) -> None:
@@ -138,7 +160,68 @@ def test_a_name_that_stands_for_nothing(name: str) -> None:
 def test_a_folder_that_is_not_whole(model: str, tmp_path: Path) -> None:
     weights = tmp_path / "model/model.safetensors"
     weights.write_bytes(weights.read_bytes()[:-1])
-    assert "damaged" in (seen(model)[0].problem or "")
+    found = seen(model)[0]
+    assert (found.state, found.problem, found.folder) == ("missing", None, model)
+    assert "damaged" in (found.damage or "")
+
+
+def test_a_field_of_another_kind_is_told_in_the_words_of_loading(tmp_path: Path) -> None:
+    path = folder(tmp_path / "m", LLAMA | {"max_position_embeddings": "8192"})
+    words = "max_position_embeddings of the model must be a whole number, not '8192': fetch config.json again"
+    found = seen(path)[0]
+    assert (found.damage, found.refusal, found.state) == (words, None, "here")
+    assert seen(path, engine="sglang")[0].damage is None, "SGLang reads it its own way"
+    (finding,) = judge(replace(cpu(), model=found), load()).findings
+    assert (finding.id, finding.level, finding.seen) == ("model-damaged", "fail", words)
+    assert finding.mend == f"copy or download again what is in {path}"
+
+
+SHAPES = {
+    "model.embed_tokens.weight": (320, 64), "model.norm.weight": (64,), "lm_head.weight": (320, 64),
+    "model.layers.7.self_attn.q_proj.weight": (64, 64), "model.layers.7.self_attn.k_proj.weight": (32, 64),
+    "model.layers.7.self_attn.o_proj.weight": (64, 64), "model.layers.7.mlp.up_proj.weight": (96, 64),
+    "model.layers.7.mlp.down_proj.weight": (64, 96), "model.layers.7.input_layernorm.weight": (64,),
+}  # fmt: skip
+DRAFT_SHAPES = {"fc.weight": (64, 192), "norm.weight": (64,), "layers.0.mlp.gate_proj.weight": (96, 64)}
+
+
+def save(path: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    save_file({name: torch.zeros(shape) for name, shape in shapes.items()}, path / "model.safetensors")
+
+
+@pytest.mark.parametrize("wrong", [None, *SHAPES])
+def test_weights_of_other_shapes_than_the_configuration_asks_for(model: str, tmp_path: Path, wrong: str | None) -> None:
+    save(tmp_path / "model", SHAPES | ({wrong: (7, 5)} if wrong else {}))
+    said = f"weight {wrong!r} in {model} has shape (7, 5), config.json asks for {SHAPES[wrong]}" if wrong else None
+    assert seen(model)[0].damage == said
+
+
+@pytest.mark.parametrize("wrong", [None, *DRAFT_SHAPES])
+def test_weights_of_a_drafter_of_other_shapes(model: str, tmp_path: Path, wrong: str | None) -> None:
+    path = folder(tmp_path / "drafter", DFLASH)
+    save(tmp_path / "drafter", DRAFT_SHAPES | ({wrong: (7, 5)} if wrong else {}))
+    drafter = seen(model, path)[1]
+    assert drafter is not None
+    assert (drafter.damage is None) == (wrong is None)
+    assert wrong is None or f"weight {wrong!r}" in (drafter.damage or "")
+
+
+@pytest.mark.parametrize("text", ["{}", "", '{"version": "1.0"}'])
+def test_a_tokenizer_that_is_none(model: str, tmp_path: Path, text: str) -> None:
+    assert seen(model)[0].damage is None
+    (tmp_path / "model/tokenizer.json").write_text(text)
+    assert (seen(model)[0].damage or "").startswith(f"the tokenizer in {model} cannot be read (")
+
+
+def test_names_that_sglang_does_not_know(tmp_path: Path) -> None:
+    """`serve --engine sglang` resolves the embedded model and .gguf files; other names of the cache it hands on."""
+    converted = resolve_model(str(write_gguf(tmp_path / "tiny.gguf", tiny_llama())))
+    assert seen(converted.name)[0].problem is None
+    problem = seen(converted.name, engine="sglang")[0].problem or ""
+    assert "which SGLang does not know" in problem
+    assert str(converted) in problem
+    assert seen(str(converted), engine="sglang")[0].problem is None
+    assert seen("smollm2-135m", engine="sglang")[0].problem is None
 
 
 def test_files_that_only_sglang_reads(model: str, tmp_path: Path) -> None:

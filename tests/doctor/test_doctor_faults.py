@@ -8,7 +8,7 @@ import pytest
 import faults_machine
 import faults_sglang
 from ddtree.doctor import Diagnosis, Facts, judge, load
-from ddtree.doctor.facts import Checkpoint, Driver, Port, Requirement
+from ddtree.doctor.facts import Asked, Checkpoint, Driver, Port, Requirement
 from ddtree.doctor.record import from_json, to_json
 from faults import Fault
 from machines import (
@@ -18,6 +18,7 @@ from machines import (
     sglang,
     with_card,
     with_environment,
+    with_model,
     with_packages,
     with_system,
     with_torch,
@@ -129,3 +130,15 @@ def test_what_is_not_known_raises_nothing() -> None:
     dark = replace(gpu(), gpus=(replace(bare, capability=None),), driver=Driver("ok"))
     assert ids(dark) == []
     assert examined(replace(dark, torch=None)).unseen[-1][0] == "GPUs as torch sees them"
+
+
+@pytest.mark.parametrize("value", ["8192", 8192.5, True, None, [1]])
+def test_a_field_of_a_model_that_is_of_another_kind_leaves_the_rest_of_the_report(value: object) -> None:
+    odd = with_model(replace(cpu(), port=Port(30000, False, "taken")), max_position_embeddings=value)
+    assert ids(odd) == ["port-taken"]
+
+
+def test_which_drafter_is_loaded() -> None:
+    asked = [Asked(drafter=drafter, mode=mode) for drafter in ("auto", "org/d", "none") for mode in ("tree", "ar")]
+    assert [one.loaded_drafter for one in asked] == ["auto", "none", "org/d", "org/d", "none", "none"]
+    assert Asked("sglang", drafter="org/d", mode="ar").loaded_drafter == "none"

@@ -1,6 +1,7 @@
 """nvidia-smi's answers, whole and broken, and the kernel's log."""
 
 import stat
+import time
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -182,3 +183,20 @@ def test_programs_are_run_and_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert said is not None
     assert said.code is None
     assert smi.ask([str(tmp_path / "none")]) is None
+
+
+def test_what_a_hanging_program_started_is_ended_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    program, note = tmp_path / "nvidia-smi", tmp_path / "pid"
+    program.write_text(f"#!/bin/sh\nsleep 60 &\necho $! > {note}\nwait\n")
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(smi, "SECONDS", 1)
+    said = smi.ask([str(program)])
+    assert said is not None
+    assert said.code is None
+    left = Path(f"/proc/{int(note.read_text())}/stat")
+    deadline = time.monotonic() + 10
+    while (
+        running := left.exists() and left.read_text().rpartition(")")[2].split()[0] != "Z"
+    ) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not running

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddtree.cli import options as opt
+from ddtree.config import MODES
 from ddtree.errors import DDTreeError, InvalidOption
 
 if TYPE_CHECKING:
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 CANNOT_TELL = 2
 COLOURS = {"fine": "green", "fail": "red", "unknown": "yellow", "warn": "yellow"}
 ENGINE = "What is to start: embedded (ddtree serve) or sglang."
+MODE = f"How it is to decode, as for ddtree serve: {', '.join(MODES)}. Default: tree."
 PORT = "The port to listen on; 0: a free one. Default: 30000."
 ATTENTION = "The attention backend that SGLang is to get; default: its own choice."
 GRAMMAR = "The grammar backend that SGLang is to get; default: its own choice."
@@ -33,6 +35,7 @@ def doctor(
         str | None, typer.Option("--model", help=f"As for ddtree serve. Default: {opt.ENGINE.model}.")
     ] = None,
     drafter: Annotated[str | None, typer.Option("--drafter", help="As for ddtree serve. Default: auto.")] = None,
+    mode: Annotated[str | None, typer.Option("--mode", help=MODE)] = None,
     port: Annotated[int | None, typer.Option("--port", help=PORT)] = None,
     attention_backend: Annotated[str | None, typer.Option("--attention-backend", help=ATTENTION)] = None,
     grammar_backend: Annotated[str | None, typer.Option("--grammar-backend", help=GRAMMAR)] = None,
@@ -49,7 +52,7 @@ def doctor(
     from ddtree.doctor import record as records
 
     given = {
-        "engine": engine, "model": model, "drafter": drafter, "port": port,
+        "engine": engine, "model": model, "drafter": drafter, "mode": mode, "port": port,
         "attention_backend": attention_backend, "grammar_backend": grammar_backend,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
@@ -83,6 +86,8 @@ def _asked(given: Mapping[str, object]) -> "Asked":
     asked = Asked(**given)  # type: ignore[arg-type]  # each is of its option's type
     if asked.engine not in ENGINES:
         raise InvalidOption(f"--engine {asked.engine!r} is unknown: choose one of {', '.join(ENGINES)}", param="engine")
+    if asked.mode not in MODES:
+        raise InvalidOption(f"--mode {asked.mode!r} is unknown: choose one of {', '.join(MODES)}", param="mode")
     if not 0 <= asked.port <= 65535:
         raise InvalidOption(f"--port must be from 0 to 65535, not {asked.port}", param="port")
     for name in ("attention_backend", "grammar_backend"):

@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.config import EMBEDDED
-from ddtree.errors import DDTreeError, ModelNotFound, UnsupportedModel
+from ddtree.doctor import contents
+from ddtree.errors import DamagedFile, DDTreeError, ModelNotFound, UnsupportedModel
 from ddtree.models import convert, resolve_drafter, resolve_model, store
-from ddtree.models.folder import check_folder, read_json, weight_files
+from ddtree.models.folder import check_folder, read_json
 from ddtree.models.names import BUNDLED_DRAFTER, HUB_ID
 from ddtree.models.wheel import SMOLLM2
 
@@ -21,7 +22,6 @@ KEPT = (
     "model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings",
     "tie_word_embeddings", "block_size", "num_target_layers",
 )  # fmt: skip
-BITS = {"F64": 64, "F32": 32, "I64": 64, "I32": 32, "BF16": 16, "F16": 16, "I16": 16}  # the others: 8
 OFFLINE = ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")
 MIB = 1 << 20
 
@@ -32,11 +32,11 @@ def look(model: str, drafter: str, engine: str = "embedded") -> dict[str, Any]:
     For sglang, kinds of files that only the embedded engine refuses count as being here.
     """
     target, raw = _target(model, engine)
-    target = _judged(target, raw)
+    target = _judged(target, raw, engine)
     if drafter == "none":
         return {"model": target, "drafter": None}
     draft, draft_raw = _drafter(drafter, model, engine)
-    return {"model": target, "drafter": _judged_drafter(draft, draft_raw, raw)}
+    return {"model": target, "drafter": _judged_drafter(draft, draft_raw, raw, engine)}
 
 
 def _target(name: str, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -46,7 +46,8 @@ def _target(name: str, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
         if name == EMBEDDED:
             folder = store.models_dir() / EMBEDDED
             if not store.is_whole(folder):
-                return found | {"state": "to fetch", "weights_mib": 3 * SMOLLM2.wheel_bytes // MIB}, {}
+                size = 3 * SMOLLM2.wheel_bytes // MIB
+                return found | {"state": "to fetch", "weights_mib": size, "to_write": True}, {}
         elif gguf := _gguf(path):
             return _from_gguf(found, gguf)
         elif not path.exists() and not (store.models_dir() / name).is_dir() and HUB_ID.fullmatch(name):
@@ -56,9 +57,13 @@ def _target(name: str, engine: str) -> tuple[dict[str, Any], dict[str, Any]]:
             folder = hub
         else:
             folder = resolve_model(name)  # a folder, or an error that says what a name may be
+            if engine == "sglang" and not path.exists():
+                raise ModelNotFound(f"{name} is a name of ddtree's own, which SGLang does not know: give {folder}")
         return _from_folder(found, folder)
     except UnsupportedModel as error:
         return _unread(found) if engine == "sglang" else (found | {"problem": str(error)}, {})
+    except DamagedFile as error:
+        return found | {"damage": str(error), "folder": name if Path(name).expanduser().exists() else None}, {}
     except DDTreeError as error:
         return found | {"problem": str(error)}, {}
     except (OSError, RuntimeError) as error:
@@ -81,6 +86,8 @@ def _drafter(name: str, model: str, engine: str) -> tuple[dict[str, Any], dict[s
         return _from_folder(found, folder)
     except UnsupportedModel as error:
         return _unread(found) if engine == "sglang" else (found | {"problem": str(error)}, {})
+    except DamagedFile as error:
+        return found | {"damage": str(error), "folder": name if Path(name).expanduser().exists() else None}, {}
     except DDTreeError as error:
         return found | {"problem": str(error)}, {}
     except (OSError, RuntimeError) as error:
@@ -100,12 +107,13 @@ def _from_gguf(found: dict[str, Any], path: Path) -> tuple[dict[str, Any], dict[
     plan = convert.read_plan(path)
     raw = json.loads(plan.texts["config.json"])
     size = sum(2 * math.prod(place.shape) for place in plan.places.values())
-    return found | _here(path, raw, size), raw
+    converted = store.models_dir().glob(f"{path.stem}-*")
+    return found | _here(path, raw, size) | {"to_write": not any(map(store.is_whole, converted))}, raw
 
 
 def _from_folder(found: dict[str, Any], folder: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     raw = read_json(folder / "config.json")
-    return found | _here(folder, raw, sum(_weights(file) for file in weight_files(folder))), raw
+    return found | _here(folder, raw, contents.size(folder)), raw
 
 
 def _here(path: Path, raw: Mapping[str, Any], size: int) -> dict[str, Any]:
@@ -122,18 +130,6 @@ def summary(raw: Mapping[str, Any]) -> dict[str, Any]:
     quantised = whole.get("quantization_config")
     method = quantised.get("quant_method", "yes") if isinstance(quantised, Mapping) else None
     return {**kept, "linear_attention": linear, "quantisation": method}
-
-
-def _weights(file: Path) -> int:
-    """Bytes of the weights in a safetensors file, wider numbers counted as 16 bits: that is how they are loaded."""
-    with file.open("rb") as data:
-        header = json.loads(data.read(int.from_bytes(data.read(8), "little")))
-    total = 0
-    for name, entry in header.items():
-        if name != "__metadata__":
-            begin, end = entry["data_offsets"]
-            total += (end - begin) * 16 // max(16, BITS.get(entry["dtype"], 8))
-    return total
 
 
 def _unread(found: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -164,31 +160,45 @@ def _not_cached(name: str, kind: str) -> dict[str, Any]:
     return {"problem": f"the {kind} {name} is not in the hub's cache, and {switch} forbids to fetch it"}
 
 
-def _judged(found: dict[str, Any], raw: Mapping[str, Any]) -> dict[str, Any]:
+def _judged(found: dict[str, Any], raw: Mapping[str, Any], engine: str) -> dict[str, Any]:
     if not raw:
         return found
     try:
         from ddtree.target.config import LlamaConfig
     except Exception:  # torch does not load: that is a finding of its own
         return found
+    folder = Path(found["folder"] or "")
     try:
-        LlamaConfig.read(raw)
+        config = LlamaConfig.read(raw)
+        if folder.is_dir():
+            contents.check_model(folder, config)
+            contents.check_tokenizer(folder)
     except DDTreeError as error:
-        return found | {"refusal": str(error)}
+        return found | _refused(error, engine)
     return found
 
 
-def _judged_drafter(found: dict[str, Any], raw: Mapping[str, Any], target: Mapping[str, Any]) -> dict[str, Any]:
+def _refused(error: DDTreeError, engine: str) -> dict[str, Any]:
+    """Damage is mended by other files; what another engine reads otherwise is no damage for it."""
+    return {"damage" if isinstance(error, DamagedFile) and engine == "embedded" else "refusal": str(error)}
+
+
+def _judged_drafter(
+    found: dict[str, Any], raw: Mapping[str, Any], target: Mapping[str, Any], engine: str
+) -> dict[str, Any]:
     if not raw:
         return found
     try:
         from ddtree.drafter.config import DrafterConfig
     except Exception:  # torch does not load: that is a finding of its own
         return found
+    folder = Path(found["folder"] or "")
     try:
         config = DrafterConfig.read(raw)
+        if folder.is_dir():
+            contents.check_drafter(folder, config)
     except DDTreeError as error:
-        return found | {"refusal": str(error)}
+        return found | _refused(error, engine)
     sizes = [summary(target).get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")]
     if not all(isinstance(size, int) for size in sizes):
         return found

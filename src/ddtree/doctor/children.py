@@ -59,10 +59,10 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
         late = False
     except subprocess.TimeoutExpired:
         late = True
-        _end(process)
+        end(process)
         out, err = process.communicate()
     except BaseException:
-        _end(process)
+        end(process)
         raise
     finally:
         _running.discard(process)
@@ -82,10 +82,10 @@ def run(arguments: Sequence[str], seconds: float, command: Sequence[str] | None 
 def end_all() -> None:
     """End every child that still runs, for a caller that is interrupted."""
     for process in list(_running):
-        _end(process)
+        end(process)
 
 
-def _end(process: "subprocess.Popen[bytes]") -> None:
+def end(process: "subprocess.Popen[bytes]") -> None:
     """Kill the child's own process group, and nothing else."""
     try:
         os.killpg(process.pid, signal.SIGKILL)

@@ -5,26 +5,18 @@ Every value that is not known is None. `Free` marks mappings whose keys are open
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 from packaging.version import InvalidVersion, Version
 
 from ddtree.doctor.cards import cards
-from ddtree.doctor.facts import Checkpoint, Facts, Import, Torch
+from ddtree.doctor.facts import Checkpoint, Facts, Torch
 from ddtree.doctor.rules import Tables, is_specifier, satisfies
+from ddtree.doctor.tried import MODULES, imports
 
-MODULES = {
-    "sglang-kernel": "sgl_kernel", "sgl-kernel": "sgl_kernel", "flashinfer-python": "flashinfer",
-    "apache-tvm-ffi": "tvm_ffi", "sglang": "sglang.srt.entrypoints.http_server",
-}  # fmt: skip
-PACKAGES_OF = {module: package for package, module in reversed(MODULES.items())} | {
-    "ddtree.engine": "ddtree",
-    "ddtree.models": "ddtree",
-}
-NO_MODULE = re.compile(r"No module named '?([\w.]+)")
-NO_LIBRARY = re.compile(r"(lib[\w.+-]+\.so[\w.]*): cannot open shared object file")
-BRIEF = 300  # characters of an error in a finding
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "block_size")
 
 
 class Free(dict[str, Any]):
@@ -35,9 +27,12 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
     """What rules may name. The lists are those that a rule's `each` may go through."""
     plain = asdict(facts)
     row = _set_row(facts, tables)
-    imports = _imports(facts)
-    worked = {entry["module"]: entry["ok"] for entry in imports}
+    tried = imports(facts)
+    worked = {entry["module"]: entry["ok"] for entry in tried}
     gpus = cards(facts, tables)
+    on_cpu = _on_cpu(facts, gpus)
+    for gpu in gpus:
+        gpu["loads"] = gpu["usable"] if facts.asked.engine == "sglang" else gpu["first"] and not on_cpu
     return {
         "asked": {key: "auto" if value is None else value for key, value in plain["asked"].items()},
         "system": plain["system"] | {"environment": Free(facts.system.environment)},
@@ -58,13 +53,16 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
             "free_mib": sum(gpu["free_mib"] or 0 for gpu in gpus if gpu["usable"]),
             "memory_mib": sum(gpu["memory_mib"] or 0 for gpu in gpus if gpu["usable"]),
         },
-        "need": {"weights_mib": weights(facts), "each_mib": _each(facts, gpus)},
+        "need": {"weights_mib": weights(facts), "each_mib": _each(facts, gpus), "on_cpu": on_cpu},
         "gpus": gpus,
-        "imports": imports,
+        "imports": tried,
         "mismatches": _mismatches(facts, row, worked),
         "requirements": _broken(facts, row),
         "libraries": _libraries(facts, tables, worked),
-        "spaces": [asdict(space) | {"needed_mib": _needed(space.purpose, facts)} for space in facts.system.spaces],
+        "spaces": [
+            asdict(space) | {"needed_mib": _needed(space.purpose, facts), "written": _written(space.purpose, facts)}
+            for space in facts.system.spaces
+        ],
     }
 
 
@@ -84,14 +82,6 @@ def is_older(installed: str, wanted: str) -> bool | None:
         return None
 
 
-def brief(text: str | None, limit: int = BRIEF) -> str | None:
-    """On one line, shortened in the middle."""
-    if text is None:
-        return None
-    line = " ".join(text.split())
-    return line if len(line) <= limit else f"{line[: limit // 2]} ... {line[-limit // 2 :]}"
-
-
 def _torch(torch: Torch | None) -> dict[str, Any]:
     blank = dict.fromkeys(("version", "cuda", "hip", "archs", "available", "devices", "said"))
     found = asdict(torch) if torch else blank
@@ -99,8 +89,23 @@ def _torch(torch: Torch | None) -> dict[str, Any]:
 
 
 def _checkpoint(found: Checkpoint | None) -> dict[str, Any]:
-    blank = dict.fromkeys(("name", "state", "folder", "problem", "weights_mib", "refusal", "misfit"))
-    return (asdict(found) if found else blank) | {"config": Free(found.config if found else {})}
+    blank = dict.fromkeys(field.name for field in fields(Checkpoint))
+    config = {name: value for name, value in (found.config if found else {}).items() if _sound(name, value)}
+    return (asdict(found) if found else blank) | {"config": Free(config), "again": _again(found) if found else None}
+
+
+def _sound(name: str, value: Any) -> bool:
+    """Whether a field of config.json is of its kind: another one is not known, and reading it says what is wrong."""
+    return name not in NUMBERS or (isinstance(value, int) and not isinstance(value, bool))
+
+
+def _again(found: Checkpoint) -> str:
+    """How to have damaged files anew."""
+    if HUB_ID.fullmatch(found.name) and found.folder != found.name:
+        return f"hf download {found.name} --force-download"
+    if found.folder is not None:
+        return f"copy or download again what is in {found.folder}"
+    return "ddtree models lists what is here; give the .gguf file that it was converted from"
 
 
 def _major(version: str | None) -> int | None:
@@ -111,46 +116,6 @@ def _major(version: str | None) -> int | None:
 def _ephemeral(facts: Facts) -> bool | None:
     span = facts.system.ephemeral
     return span[0] <= facts.port.number <= span[1] if len(span) == 2 else None
-
-
-def _imports(facts: Facts) -> list[dict[str, Any]]:
-    entries: list[dict[str, Any]] = []
-    for tried in facts.imports:
-        error = tried.error or ""
-        package = PACKAGES_OF.get(tried.module, tried.module)
-        module, library = NO_MODULE.search(error), NO_LIBRARY.search(error)
-        cause = next((entry["module"] for entry in entries if _same(entry, tried)), None)
-        entries.append(
-            asdict(tried)
-            | {
-                "brief": brief(_crash(tried) if tried.signal else error) or None,
-                "package": package,
-                "version": facts.packages.get(package),
-                "no_module": module[1] if module else None,
-                "no_library": library[1] if library else None,
-                "cause": cause,
-            }
-        )
-    return entries
-
-
-def _crash(tried: Import) -> str:
-    """The signal, what Python says of it, and the innermost place."""
-    text = tried.error or ""
-    begin = text.find("Fatal Python error")
-    lines = [line.strip() for line in text[max(begin, 0) :].splitlines()]
-    kept = [line for line in lines if line and not line.startswith(("Current thread", "Thread 0x"))]
-    return " ".join([f"ended by {tried.signal}", *(kept[:2] if begin >= 0 else kept[-1:])])
-
-
-def _same(earlier: Mapping[str, Any], tried: Import) -> bool:
-    """Whether an earlier import failed of the same: one signal, or the same last line of the error."""
-    if earlier["ok"] or tried.ok or earlier["timed_out"] or tried.timed_out:
-        return False
-    if earlier["signal"] or tried.signal:
-        return bool(earlier["signal"] == tried.signal)
-    lines = [(text or "").strip().splitlines()[-1:] for text in (earlier["error"], tried.error)]
-    return bool(lines[0]) and lines[0] == lines[1]
 
 
 def _set_row(facts: Facts, tables: Tables) -> Mapping[str, Any] | None:
@@ -217,6 +182,17 @@ def _libraries(facts: Facts, tables: Tables, worked: Mapping[str, bool]) -> list
         for name, loads in facts.libraries.items()
         if name in tables.libraries
     ]  # fmt: skip
+
+
+def _on_cpu(facts: Facts, gpus: Sequence[Mapping[str, Any]]) -> bool:
+    """Whether the embedded engine takes the CPU: there is no card, or torch cannot use one."""
+    usable = any(gpu["usable"] for gpu in gpus)
+    return facts.asked.engine == "embedded" and (not usable or (facts.torch is not None and not facts.torch.available))
+
+
+def _written(purpose: str, facts: Facts) -> bool:
+    """Whether the first start writes there."""
+    return purpose == "models of ddtree" and facts.model is not None and facts.model.to_write
 
 
 def _each(facts: Facts, gpus: Sequence[Mapping[str, Any]]) -> int | None:

@@ -17,6 +17,13 @@ class Asked:
     port: int = 30000  # 0: a free one
     attention_backend: str | None = None  # of SGLang; None: the one that suits the card
     grammar_backend: str | None = None
+    mode: str = "tree"  # how to decode
+
+    @property
+    def loaded_drafter(self) -> str:
+        """The drafter that is loaded, as the engine has it: plain decoding takes none that nobody named."""
+        plain = self.mode == "ar" and (self.engine == "sglang" or self.drafter == "auto")
+        return "none" if plain else self.drafter
 
 
 @dataclass(frozen=True)
@@ -26,6 +33,7 @@ class Space:
     purpose: str
     path: str
     free_mib: int | None
+    problem: str | None = None  # why nothing can be written there
 
 
 @dataclass(frozen=True)
@@ -171,6 +179,8 @@ class Checkpoint:
     config: dict[str, Any] = field(default_factory=dict)
     refusal: str | None = None  # the embedded engine's
     misfit: str | None = None  # a drafter's with its target
+    damage: str | None = None  # what is wrong in its files, so that they must be had anew
+    to_write: bool = False  # the first start writes it into ddtree's own cache
 
 
 @dataclass(frozen=True)
@@ -189,4 +199,4 @@ class Facts:
     kernel: Kernel | None = None
     libraries: dict[str, bool] = field(default_factory=dict)  # soname -> loads
     model: Checkpoint | None = None
-    drafter: Checkpoint | None = None  # None with --drafter none, or where it was not looked at
+    drafter: Checkpoint | None = None  # None where none is loaded, or it was not looked at

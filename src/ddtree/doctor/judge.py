@@ -107,7 +107,7 @@ def _unseen(facts: Facts, seen: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     for kind, found in (("model", facts.model), ("drafter", facts.drafter)):
         if found is not None and found.state == "to fetch":
             yield f"the {kind} {found.name}", "it is not on this machine yet: the first start fetches it"
-        elif found is None and (kind == "model" or facts.asked.drafter != "none"):
+        elif found is None and (kind == "model" or facts.asked.loaded_drafter != "none"):
             yield f"the {kind}", "its files could not be read in a child process"
     if facts.torch is None:
         yield "GPUs as torch sees them", "torch could not be imported"

@@ -38,7 +38,7 @@ def probe(asked: Asked, libraries: Sequence[str], run: Run = children.run) -> Fa
     modules = list(EMBEDDED_IMPORTS)
     if asked.engine == "sglang":
         modules = [name for name, of in SGLANG_IMPORTS.items() if any(one in installed for one in of)]
-    work: list[list[str]] = [["torch"], ["models", asked.model, asked.drafter, asked.engine]]
+    work: list[list[str]] = [["torch"], ["models", asked.model, asked.loaded_drafter, asked.engine]]
     work += [["import", name] for name in modules]
     if libraries:
         work.append(["libraries", *libraries])

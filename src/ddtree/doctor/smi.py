@@ -5,10 +5,12 @@ import re
 import shutil
 import subprocess
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from ddtree.doctor.children import end
 from ddtree.doctor.facts import Driver, Gpu, Process, Xid
 
 SECONDS = 30.0  # a dead card can hold nvidia-smi for ever
@@ -46,12 +48,23 @@ def ask(command: Sequence[str]) -> Said | None:
     if shutil.which(command[0]) is None:
         return None
     try:
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
-    except subprocess.TimeoutExpired:
-        return Said(None, "", f"{command[0]} did not answer within {SECONDS:.0f} s")
+        # In a session of its own, so that what it started in turn can be ended with it.
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True
+        )
     except OSError as error:
         return Said(1, "", str(error))
-    return Said(done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace"))
+    try:
+        out, err = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        end(process)
+        with suppress(subprocess.TimeoutExpired):  # one that a dead card holds in the kernel does not even die
+            process.communicate(timeout=1)
+        return Said(None, "", f"{command[0]} did not answer within {SECONDS:.0f} s")
+    except BaseException:  # Ctrl-C
+        end(process)
+        raise
+    return Said(process.returncode, out.decode(errors="replace"), err.decode(errors="replace"))
 
 
 def look(query: Ask = ask, proc: Path = PROC) -> tuple[Driver, tuple[Gpu, ...]]:

@@ -13,7 +13,7 @@ from pathlib import Path
 from ddtree.doctor.facts import Port, Space, System
 from ddtree.doctor.smi import ask
 from ddtree.errors import DDTreeError
-from ddtree.models import cache_dir
+from ddtree.models import cache_dir, store
 
 MIB = 1 << 20
 # Variables that change what a fault comes to, or explain it. Names only: no key or token is among them.
@@ -100,7 +100,19 @@ def _spaces() -> tuple[Space, ...]:
         "compiled kernels": Path(os.environ.get("TRITON_CACHE_DIR", home / ".triton")),
         "temporary files": Path(tempfile.gettempdir()),
     }
-    return tuple(Space(purpose, str(path), _free(path)) for purpose, path in places.items())
+    # Only where the engine itself would write: the others have variables and fallbacks of their own.
+    closed = {purpose: _closed(store.models_dir()) for purpose in cache}
+    return tuple(Space(purpose, str(path), _free(path), closed.get(purpose)) for purpose, path in places.items())
+
+
+def _closed(path: Path) -> str | None:
+    """Why no folder can be made or filled there; None where one can."""
+    for place in (path, *path.parents):
+        if os.path.isdir(place):
+            return None if os.access(place, os.W_OK | os.X_OK) else f"{place} may not be written to"
+        if os.path.lexists(place):
+            return f"{place} is not a folder"
+    return None
 
 
 def _free(path: Path) -> int | None:

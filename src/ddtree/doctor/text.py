@@ -5,8 +5,9 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from ddtree.doctor.apply import Finding
 from ddtree.doctor.facts import Facts
-from ddtree.doctor.judge import Diagnosis, Finding
+from ddtree.doctor.judge import Diagnosis
 from ddtree.doctor.record import to_json
 
 WORDS = {"fail": "FAIL", "unknown": "?", "warn": "warn"}
@@ -31,13 +32,17 @@ def as_json(facts: Facts, diagnosis: Diagnosis) -> dict[str, Any]:
     }
 
 
+def shown(text: str) -> str:
+    """On one line, without what would steer a terminal: a damaged program may say any bytes."""
+    return "".join(letter if letter.isprintable() else " " if letter.isspace() else "\ufffd" for letter in text)
+
+
 def as_text(facts: Facts, diagnosis: Diagnosis, style: Style = lambda text, level: text, width: int = 0) -> str:
     """A verdict, a paragraph for each finding, the machine, the cards. width: of the terminal; 0: no line is broken."""
     asked = facts.asked
     level = {0: "fine", 1: "fail", 2: "unknown"}[diagnosis.exit_code]
-    lead = (
-        f"{style(diagnosis.verdict, level)}: the {asked.engine} engine with {asked.model}: {LEADS[diagnosis.verdict]}"
-    )
+    verdict = style(diagnosis.verdict, level)
+    lead = f"{verdict}: the {asked.engine} engine with {shown(asked.model)}: {LEADS[diagnosis.verdict]}"
     parts = [[lead]]
     parts += [_paragraph(same, style, width) for same in _grouped(diagnosis.findings)]
     parts.append(_table("machine", _machine(facts), width))
@@ -64,11 +69,12 @@ def _paragraph(same: Sequence[Finding], style: Style, width: int) -> list[str]:
         *_wrapped(f"{head} ", first.what, width, INDENT),
         *_wrapped(" " * INDENT + "seen  ", first.seen, width, INDENT + 6),
         *(_wrapped(" " * INDENT + "also  ", ", ".join(others), width, INDENT + 6) if others else []),
-        " " * INDENT + f"mend  {first.mend}",  # never broken: it is to be copied
+        " " * INDENT + f"mend  {shown(first.mend)}",  # never broken: it is to be copied
     ]
 
 
 def _wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
+    text = shown(text)
     room = width - indent
     lines = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 40 else [text]
     return [head + lines[0], *(" " * indent + line for line in lines[1:])]
@@ -78,7 +84,7 @@ def _table(title: str, rows: Any, width: int) -> list[str]:
     rows = list(rows)
     left = max(len(name) for name, _ in rows)
     lines = [title]
-    for name, text in rows:
+    for name, text in ((shown(name), shown(text)) for name, text in rows):
         room = width - left - 4
         pieces = textwrap.wrap(text, room, break_long_words=False, break_on_hyphens=False) if room >= 40 else [text]
         lines.append(f"  {name:<{left}}  {pieces[0]}")
