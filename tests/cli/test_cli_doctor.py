@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from fake_engine import Command
 
+from ddtree.doctor.children import Outcome
 from ddtree.doctor.facts import Asked, Checkpoint, Port
+from ddtree.doctor.probe import probe
 from ddtree.doctor.record import read, write
 from machines import cpu, gpu, sglang, with_card
 
@@ -39,6 +41,8 @@ def test_everything_is_passed_on(ddtree: Command, asked: list[Any]) -> None:
         "m",
         "--drafter",
         "none",
+        "--mode",
+        "ar",
         "--port",
         "1",
         "--attention-backend",
@@ -47,7 +51,7 @@ def test_everything_is_passed_on(ddtree: Command, asked: list[Any]) -> None:
         "g",
     ]
     ran = ddtree("doctor", *args)
-    assert asked[0][0] == Asked("sglang", "m", "none", 1, "a", "g")
+    assert asked[0][0] == Asked("sglang", "m", "none", 1, "a", "g", "ar")
     assert ran.code == 1, "SGLang is not installed on that machine"
 
 
@@ -76,6 +80,7 @@ def test_the_exit_code_is_the_verdict(ddtree: Command, tmp_path: Path, facts: An
     ("args", "words"),
     [
         (["--engine", "vllm"], "--engine 'vllm' is unknown: choose one of embedded, sglang"),
+        (["--mode", "fast"], "--mode 'fast' is unknown: choose one of ar, linear, shadow-linear, tree"),
         (["--port", "65536"], "--port must be from 0 to 65535"),
         (["--port", "-1"], "--port must be from 0 to 65535"),
         (["--attention-backend", "triton"], "--attention-backend is SGLang's"),
@@ -83,6 +88,7 @@ def test_the_exit_code_is_the_verdict(ddtree: Command, tmp_path: Path, facts: An
         (["--rules", "not-there.toml"], "--rules 'not-there.toml' cannot be read"),
         (["--replay", "not-there.json"], "--replay 'not-there.json' cannot be read"),
         (["--replay", "x.json", "--model", "m"], "--model cannot go with --replay"),
+        (["--replay", "x.json", "--mode", "ar"], "--mode cannot go with --replay"),
         (["--replay", "x.json", "--grammar-backend", "none"], "--grammar-backend cannot go with --replay"),
         (["--replay", "x.json", "--record", "y.json"], "--record cannot go with --replay"),
         (["--record", "/not/there/x.json"], "--record '/not/there/x.json' was not written"),
@@ -111,6 +117,26 @@ def test_rules_of_ones_own_can_forbid(ddtree: Command, tmp_path: Path) -> None:
     ran = ddtree(*args)
     assert ran.code == 1
     assert "FAIL  we run 0.5.22\n      seen  0.5.17\n      mend  pip install" in ran.out
+
+
+def test_plain_decoding_needs_no_drafter(ddtree: Command, asked: list[Any]) -> None:
+    ran = ddtree("doctor", "--drafter", "none")
+    assert ran.code == 1
+    assert "seen  mode tree needs a drafter: load one with --drafter, or use mode ar\n" in ran.out
+    assert ddtree("doctor", "--drafter", "none", "--mode", "ar").code == 0
+
+
+@pytest.mark.parametrize(("mode", "drafter"), [("tree", "auto"), ("ar", "none")])
+def test_plain_decoding_looks_for_no_drafter(mode: str, drafter: str) -> None:
+    """`ddtree serve --model FOLDER --mode ar` loads none, whether one is known for the model or not."""
+    work: list[Any] = []
+
+    def run(arguments: Any, seconds: float) -> Outcome:
+        work.append(arguments)
+        return Outcome(None, "", None, False, 0)
+
+    probe(Asked(mode=mode), [], run)
+    assert ["models", "smollm2-135m", drafter, "embedded"] in work
 
 
 @pytest.mark.full

@@ -82,6 +82,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "engine": ["--engine", "embedded"],
         "model": ["--model", "/some/folder"],
         "drafter": ["--drafter", "/some/drafter"],
+        "mode": ["--mode", "linear"],
         "port": ["--port", "30001"],
         "attention_backend": ["--attention-backend", "triton"],
         "grammar_backend": ["--grammar-backend", "none"],

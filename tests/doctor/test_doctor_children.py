@@ -169,3 +169,18 @@ def test_the_host_is_seen_whole() -> None:
     assert host.cores >= 1
     assert {space.purpose for space in host.spaces} >= {"models of ddtree", "temporary files"}
     json.dumps(host.environment)
+
+
+def test_why_the_cache_cannot_be_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def problem(cache: Path) -> str | None:
+        monkeypatch.setenv("DDTREE_CACHE", str(cache))
+        return next(space.problem for space in system.look().spaces if space.purpose == "models of ddtree")
+
+    (tmp_path / "file").write_text("")
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache/models").write_text("")
+    assert problem(tmp_path / "not/yet") is None
+    assert problem(tmp_path / "file") == f"{tmp_path / 'file'} is not a folder"
+    assert problem(tmp_path / "cache") == f"{tmp_path / 'cache/models'} is not a folder"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)
+    assert problem(tmp_path / "not/yet") == f"{tmp_path} may not be written to"

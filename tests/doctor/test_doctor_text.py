@@ -90,3 +90,17 @@ def test_json_holds_all_of_it() -> None:
     assert finding["id"] == "gpu-lost"
     assert [card["index"] for card in value["cards"]] == [0, 1, 2, 4, 5, 6, 7]
     assert from_json(value["facts"]) == facts
+
+
+@pytest.mark.parametrize("width", [0, 80])
+def test_nothing_steers_the_terminal(width: int) -> None:
+    """A damaged nvidia-smi says any bytes, and so may a recording of somebody else."""
+    odd = "\x1b[2J\x00\x9b\u202eabc\nnext"
+    facts = replace(
+        with_card(gpu(), name=odd, problem=odd),
+        port=Port(80, False, odd),
+        drafter=Checkpoint(odd, "missing", problem=odd),
+    )
+    text = shown(replace(facts, asked=replace(facts.asked, model=odd)), width)
+    assert "abc next" in text
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
