@@ -258,6 +258,12 @@ FAULTS = [
         says=("ddtree serve --model smollm2-135m --mode ar --drafter none",),
     ),
     Fault(
+        "drafter-missing",
+        lambda: replace(sglang(), drafter=Checkpoint("auto", "missing", problem="no drafter is known for x")),
+        sglang,
+        says=("ddtree serve --engine sglang --model smollm2-135m --mode ar --drafter none",),
+    ),
+    Fault(
         "mode-without-drafter",
         lambda: replace(cpu(), drafter=None, asked=replace(cpu().asked, drafter="none")),
         lambda: replace(cpu(), drafter=None, asked=replace(cpu().asked, mode="ar")),

@@ -222,6 +222,10 @@ def test_names_that_sglang_does_not_know(tmp_path: Path) -> None:
     assert str(converted) in problem
     assert seen(str(converted), engine="sglang")[0].problem is None
     assert seen("smollm2-135m", engine="sglang")[0].problem is None
+    for drafter, known in (("auto", True), ("smollm2-135m-dflash", False)):
+        found = seen("smollm2-135m", drafter, "sglang")[1]
+        assert found is not None
+        assert ("which SGLang does not know" in (found.problem or "")) is not known
 
 
 def test_files_that_only_sglang_reads(model: str, tmp_path: Path) -> None:

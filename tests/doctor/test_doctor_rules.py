@@ -105,6 +105,7 @@ def test_cards_xids_and_libraries_can_be_added(own: Path) -> None:
         ),
         *((f"{name}", "rule must be written [[rule]]") for name in ("rule = 3", "rule = [3]", 'rule = "x"')),
         ("card = 3", "card must be written [[card]]"),
+        (OWN + OWN, "the rule 'few-cores' is there twice"),
         (OWN + "hides = 3", "hides must be a list of rule ids, not 3"),
         (OWN + "hides = [3]", "hides must be a list of rule ids, not [3]"),
         (OWN + 'hides = "import-failed"', "hides must be a list of rule ids, not 'import-failed'"),

@@ -83,6 +83,8 @@ def _drafter(name: str, model: str, engine: str) -> tuple[dict[str, Any], dict[s
             if resolved is None:
                 raise ModelNotFound(f"there is no drafter called {name}")
             folder = resolved
+            if engine == "sglang" and name == BUNDLED_DRAFTER and not Path(name).exists():
+                raise ModelNotFound(f"{name} is a name of ddtree's own, which SGLang does not know: give {folder}")
         return _from_folder(found, folder)
     except UnsupportedModel as error:
         return _unread(found) if engine == "sglang" else (found | {"problem": str(error)}, {})

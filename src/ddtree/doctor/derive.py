@@ -43,7 +43,7 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
         "public": Free({name: version.split("+")[0] for name, version in facts.packages.items()}),
         "kernel": (plain["kernel"] or {"version": None}) | {"cuda": _kernel_cuda(facts, row)},
         "known": Free(row or {}),
-        "repair": {"kernel": _repair(facts, row)},
+        "repair": {"kernel": _repair(facts, row), "serve": _serve(facts)},
         "worked": Free(worked),
         "model": _checkpoint(facts.model),
         "drafter": _checkpoint(facts.drafter),
@@ -135,6 +135,12 @@ def _repair(facts: Facts, row: Mapping[str, Any] | None) -> str:
     pins = [f'"{name}=={known[name]}"' for name in ("torch", "sglang-kernel") if name in known]
     whole = f'"sglang=={facts.packages.get("sglang")}"'  # pip then takes what that release declares
     return f"pip install --force-reinstall {' '.join(pins) or whole}"
+
+
+def _serve(facts: Facts) -> str:
+    """The command that starts what is asked for, as far as it is sure."""
+    engine = "" if facts.asked.engine == "embedded" else f" --engine {facts.asked.engine}"
+    return f"ddtree serve{engine} --model {facts.asked.model}"
 
 
 def _mismatches(facts: Facts, row: Mapping[str, Any] | None, worked: Mapping[str, bool]) -> list[dict[str, Any]]:

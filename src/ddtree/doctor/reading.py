@@ -47,6 +47,9 @@ def _over(tables: Tables, data: Mapping[str, Any], where: str) -> Tables:
         raise ValueError(f"{where} has an unknown table {unknown[0]!r}: it may have {', '.join(KEYS)}")
     rules = {one.id: one for one in tables.rules}
     changed = [_rule(entry, name, rules) for name, entry in entries(data, "rule", where)]
+    twice = next((one for one in changed if sum(other.id == one.id for other in changed) > 1), None)
+    if twice is not None:
+        raise ValueError(f"{where}: the rule {twice.id!r} is there twice: leave one out")
     rules |= {one.id: one for one in changed}
     cards = {one.name: one for one in tables.cards}
     cards |= {one.name: one for one in (card(entry, name) for name, entry in entries(data, "card", where))}
