@@ -252,5 +252,6 @@ def test_compiles_for(capability):
         assert found["shared"] <= found["limit"], name
         assert found["stack"] <= 64, name
         assert found["registers"] <= 255, name
-        assert found[instructions[capability]] > 0, name
+        whole = name.startswith("8 bits") and capability == 100  # its tensor cores of the fifth kind take no int8
+        assert found["mma.sync" if whole else instructions[capability]] > 0, name
         assert found["cp.async"] > 0, name

@@ -15,7 +15,8 @@ pytestmark = pytest.mark.usefixtures("empty_cache")
 
 
 def test_public_names() -> None:
-    assert sorted(models.__all__) == ["ModelEntry", "cache_dir", "list_models", "resolve_drafter", "resolve_model"]
+    names = ["ModelEntry", "cache_dir", "drop_unfinished", "list_models", "resolve_drafter", "resolve_model"]
+    assert sorted(models.__all__) == names
 
 
 def test_a_folder_is_itself(hf_folder: Path) -> None:
