@@ -28,7 +28,7 @@ NAMES = {"8.0": "NVIDIA A100", "8.6": "NVIDIA A10", "8.9": "NVIDIA L4", "9.0": "
 SYSTEM = System(
     python="3.12.3", executable="/venv/bin/python", platform="Linux", machine="x86_64", glibc="2.39", cores=16,
     memory_mib=128_000, shm_mib=64_000, compiler="/usr/bin/gcc", python_header=True, nvcc="13.0",
-    ephemeral=(32768, 60999), spaces=(Space("models of ddtree", "/root/.cache/ddtree", 60_000),),
+    ephemeral=(32768, 60999), spaces=(Space("models of ddtree", "/home/me/.cache/ddtree", 60_000),),
 )  # fmt: skip
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
          "num_hidden_layers": 30, "max_position_embeddings": 8192, "tie_word_embeddings": True,
