@@ -125,7 +125,7 @@ def speculation(
 
 def refuse_unread(mode: str, tree_budget: int | None, tree_top_k: int | None, tree_spine: int, context: str) -> None:
     """For a command that runs one mode. Raises InvalidOption for an option that this mode does not read."""
-    trees = mode in ("tree", "shadow-linear")
+    trees = mode in ("tree", "shadow-linear")  # as engine.modes has it, which would load torch here
     given = {
         "tree_budget": tree_budget is not None and not trees,
         "tree_top_k": tree_top_k is not None and not trees,

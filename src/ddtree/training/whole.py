@@ -29,7 +29,7 @@ class WholePlace(HostPlace):
     def attend(self, cache: Any, layer: int, query: Tensor, window: int | None, causal: bool) -> Tensor:
         """See Place.attend; cache: Held."""
         if window is not None:
-            raise NotImplementedError("a target's layers with a window")
+            raise NotImplementedError("a target's layers with a window")  # no adapter has any: a guard
         batch = len(self.segments)
         query, key, value = (
             heads.unflatten(0, (batch, -1)).transpose(1, 2) for heads in (query, *cache.heads.chunk(2, 1))
