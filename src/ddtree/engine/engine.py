@@ -17,6 +17,7 @@ from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
+from ddtree.engine.prompts import DevicePrompts, Prompts
 from ddtree.engine.request import Request, draw_seed
 from ddtree.engine.result import Chunk, Generation
 from ddtree.engine.round import Lane
@@ -70,8 +71,9 @@ class Engine:
             target.tap(drafter.config.target_layer_ids)
         chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
         self._store = store or self._make_store(chunk)
-        runner = self._make_runner()
-        self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching, runner)
+        self.scheduler = Scheduler(
+            target, drafter, self._store, self._request, chunk, config.prefix_caching, *self._make_runners()
+        )
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -236,11 +238,12 @@ class Engine:
         dtype = str(self.target.spec.dtype).removeprefix("torch.")
         return dtype if self.config.draft_dtype == "auto" else self.config.draft_dtype
 
-    def _make_runner(self) -> HostRunner | DeviceRunner:
-        """Rounds on the device where its kernels can be used, else laid by the host."""
+    def _make_runners(self) -> tuple[HostRunner | DeviceRunner, Prompts]:
+        """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""
+        parts, graphs = (self.target, self.drafter, self._store), self._rounds() == "graphs"
         if usable(self.target.spec.device):
-            return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
-        return HostRunner(self.target, self.drafter, self._store)
+            return DeviceRunner(*parts, graphs), DevicePrompts(*parts, graphs)
+        return HostRunner(*parts), Prompts(*parts)
 
     def _make_store(self, chunk: int) -> SlotStore:
         """Caches for every slot, if they and everything else fit the device's memory."""

@@ -9,6 +9,7 @@ from torch import Tensor
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
 from ddtree.engine.modes import MODES, depths_needed, max_rows
+from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
@@ -151,6 +152,8 @@ class Planner:
 
     def _prefill(self, length: int) -> int:
         size = self._target.states(self._chunk) + self._target.masks(self._chunk, length)
+        if self._kernels:  # short pieces keep their attention's memory
+            size += sum(self._target.workspace(1, rows, length) for rows in PADDED)
         return size if self._drafter is None else size + self._drafter.states(self._chunk)
 
     def _graphs(self, requests: int, length: int) -> int:
