@@ -103,7 +103,7 @@ def test_a_short_context_has_no_room_for_all_of_it():
     ids=["greedy", "sampled", "served", "stages are timed", "the host chooses", "graphs are off"],
 )
 def test_which_rounds_are_graphs(graphs, observer, temperature, replays):
-    runner = DeviceRunner(None, None, None, graphs)  # type: ignore[arg-type]
+    runner = DeviceRunner(None, None, None, graphs, 64)  # type: ignore[arg-type]
     lanes = [SimpleNamespace(sampler=SimpleNamespace(temperature=value)) for value in (0.0, temperature)]
     assert runner._replays(SimpleNamespace(lanes=lanes, observer=observer)) is replays  # type: ignore[arg-type]
 

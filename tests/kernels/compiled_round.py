@@ -19,6 +19,8 @@ from ddtree.kernels import (
     accept_jit,
     build_jit,
     choose_jit,
+    context_build_jit,
+    context_jit,
     gather_jit,
     matmul_jit,
     norm_jit,
@@ -85,12 +87,28 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     for block in (32, 64, 128, 256) if every else (64,):
         shape = {"block": block, "words": -(-block // 64)}
         yield f"build {block}", compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
+    yield from contexts(capability, every=every)
     for block in (64, 256) if every else (64,):
         shape = {"block": block, "words": block // 64, "column_block": 16, "end_block": 4}
         shape |= {"has_member": True, "cuts": True, "settles": True}
         yield f"accept {block}", compiled(accept_jit.accept, capability, shape)
     yield "accept.advance", compiled(accept_jit.advance, capability, {"block": 32}, warps=1)
     yield from layers(capability, every=every)
+
+
+def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """Rows laid with a context, and the texts that it is looked up in."""
+    names = ("text", "lengths", "tables", "matches", "levels", "said_tokens", "said_levels")
+    types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares"), "*fp64")
+    types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
+    for block in (32, 64, 128, 256) if every else (64,):
+        shape = {"shift": 48, "block": block, "words": -(-block // 64), "rank_block": 16}
+        warps = max(block // 128, 1)
+        kernel = context_build_jit.build
+        yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
+    shape = {"shift": 48, "column_block": 16}
+    yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
+    yield "context.lay", compiled(context_jit.lay, capability, {"shift": 48, "block": 256}, types=types)
 
 
 def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

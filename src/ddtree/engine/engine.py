@@ -12,7 +12,7 @@ import torch
 from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
-from ddtree.engine.context import SequenceContext, describe, settle
+from ddtree.engine.context import SequenceContext, describe
 from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
@@ -92,7 +92,8 @@ class Engine:
             return
         sampler = RowSampler(SamplingParams(), 0, (), spec.vocab_size, spec.device)
         try:
-            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter))
+            text = SequenceContext.of(self.speculation, [], spec.device)
+            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter, text))
         except torch.OutOfMemoryError as error:
             raise InvalidOption(
                 f"the memory of {spec.device} does not suffice for the first rounds ({error}): lower"
@@ -242,7 +243,7 @@ class Engine:
         """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""
         parts, graphs = (self.target, self.drafter, self._store), self._rounds() == "graphs"
         if usable(self.target.spec.device):
-            return DeviceRunner(*parts, graphs), DevicePrompts(*parts, graphs)
+            return DeviceRunner(*parts, graphs, self.max_model_len), DevicePrompts(*parts, graphs)
         return HostRunner(*parts), Prompts(*parts)
 
     def _make_store(self, chunk: int) -> SlotStore:
@@ -266,10 +267,11 @@ class Engine:
             params, draw_seed(params), prompt, spec.vocab_size, spec.device,
             matcher=self._matcher(params), end_ids=spec.end_ids,
         )  # fmt: skip
+        text = SequenceContext.of(speculation, prompt, spec.device, self.max_model_len)
         return Request(
             prompt=prompt,
             params=params,
-            lane=Lane(speculation, sampler, self.drafter, SequenceContext.of(speculation, prompt, spec.device)),
+            lane=Lane(speculation, sampler, self.drafter, text),
             output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
             remaining=remaining,
         )
@@ -321,4 +323,3 @@ class Engine:
                 " for less, or start with a larger --max-tree-budget",
                 param="tree_budget",
             )
-        settle(speculation.tree_context, self.target.spec.device)

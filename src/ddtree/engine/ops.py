@@ -11,6 +11,7 @@ from ddtree import kernels
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import greedy
 from ddtree.kernels import Plan, PlanRow
+from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Accepted, Proposal, RoundState, accept, cut, top_k
 
 if TYPE_CHECKING:
@@ -167,10 +168,14 @@ class DeviceOps:
     width: int  # N, rows of every sequence
     depth: int  # D, depths that the drafter proposes; 0: no proposal
     ranks: int  # K
+    texts: TextStore | None = None  # where sequences draft from their own text
+    said: Said | None = None  # by the texts, of the round
 
     @classmethod
-    def allocate(cls, batch: int, width: int, depth: int, ranks: int, device: torch.device) -> "DeviceOps":
-        """For `batch` sequences of `width` rows."""
+    def allocate(
+        cls, batch: int, width: int, depth: int, ranks: int, device: torch.device, texts: TextStore | None = None
+    ) -> "DeviceOps":
+        """For `batch` sequences of `width` rows; texts: of all slots, where any of the sequences drafts from its own."""
         return cls(
             plan=Plan.allocate(batch, device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -179,11 +184,16 @@ class DeviceOps:
             width=width,
             depth=depth,
             ranks=ranks,
+            texts=texts,
+            said=Said.allocate(batch, width, device) if texts else None,
         )
 
     def write_plan(self, lanes: Sequence["Lane"], positions: Sequence[int]) -> None:
         """Tell the device what every sequence verifies from now on; padding, and who cannot draft, its root alone."""
-        rows = [plan_row(lane) if lane.drafts(p) else PlanRow() for lane, p in zip(lanes, positions, strict=True)]
+        rows = [
+            plan_row(lane) if lane.drafts(p) else PlanRow(context=lane.context)
+            for lane, p in zip(lanes, positions, strict=True)
+        ]
         rows += [PlanRow()] * (len(self.seeds) - len(rows))
         self.plan.write(rows, self.width)
 
@@ -197,7 +207,10 @@ class DeviceOps:
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. Without a proposal the state holds roots alone from the beginning."""
-        if proposal is not None:
+        if proposal is not None and self.texts is not None and self.said is not None:
+            slots = batch.target_cache.slot
+            build_with(self.texts, slots, proposal.log_q, proposal.tokens, self.plan, batch.state, self.said)
+        elif proposal is not None:
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width)
         batch.state.width = self.width
 
@@ -225,6 +238,8 @@ class DeviceOps:
 
     def advance(self, batch: "Batch") -> None:
         """See Ops.advance."""
+        if self.texts is not None and self.said is not None:
+            self.texts.note(self.plan, batch.target_cache.slot, batch.state, self.said)
         kernels.advance(batch.state, self.ended)
 
 
@@ -238,4 +253,5 @@ def plan_row(lane: "Lane") -> PlanRow:
         spine=speculation.tree_spine if mode.tree else 0,
         ranks=lane.ranks,
         depth=lane.depth,
+        context=lane.context,
     )

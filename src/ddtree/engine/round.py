@@ -29,7 +29,7 @@ class Lane:
         text: SequenceContext | None = None,
     ) -> None:
         """text: what this sequence says itself; None: its drafts do not look at that."""
-        self.speculation, self.sampler, self._text = speculation, sampler, text
+        self.speculation, self.sampler, self.text = speculation, sampler, text
         self.mode: Mode = MODES[speculation.mode]
         self.depth = depths_needed(self.mode, speculation, drafter.config.depths) if drafter else 0
         self.ranks = ranks_needed(self.mode, speculation)
@@ -40,12 +40,17 @@ class Lane:
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens that are the sequence's from now on."""
         self.sampler.commit(tokens)
-        if self._text is not None:
-            self._text.commit(tokens)
+        if self.text is not None:
+            self.text.commit(tokens)
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
         """What the text so far says of a proposal, [D][K]; None where it says nothing, or is not asked."""
-        return self._text.guesses(tokens, log_q) if self._text is not None else None
+        return self.text.guesses(tokens, log_q) if self.text is not None else None
+
+    @property
+    def context(self) -> int:
+        """What its text adds to its drafts, as PlanRow.context has it."""
+        return self.text.plan if self.text is not None else 0
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""

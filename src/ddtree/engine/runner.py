@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
+from ddtree.engine.context import DeviceTexts, SequenceContext
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import DeviceOps, HostOps
 from ddtree.engine.request import Request
@@ -119,8 +120,11 @@ class Captured:
 class DeviceRunner:
     """Batches by shape, each with static tensors; rounds as CUDA graphs where that is possible and wanted."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore, graphs: bool) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore, graphs: bool, context: int) -> None:
+        """context: the most tokens of a sequence, prompt and answer."""
         self._target, self._drafter, self._store, self._graphs = target, drafter, store, graphs
+        self._context = context
+        self._made_texts: DeviceTexts | None = None
         self._host = HostRunner(target, drafter, store)
         self._made: dict[Shape, Captured] = {}
         self._current: Captured | None = None
@@ -133,6 +137,8 @@ class DeviceRunner:
         shape = Shape.of(lanes, len(lanes), max(len(request.ends) for request in requests))
         if not shape.fits:
             self._current = None
+            if self._made_texts is not None:
+                self._made_texts.give_back(*_texts_of(requests))
             return self._host.make(requests, observer)
         captured = self._current = self._static_batch(shape)
         self._tell(captured, requests, observer)
@@ -190,6 +196,13 @@ class DeviceRunner:
         """Whether the device can choose every token by itself."""
         return all(lane.sampler.temperature is not None for lane in batch.lanes)
 
+    @property
+    def _texts(self) -> DeviceTexts:
+        """Made with the first round that needs them."""
+        if self._made_texts is None:
+            self._made_texts = DeviceTexts(self._store.count + 1, self._context, self._target.spec.device)
+        return self._made_texts
+
     def _static_batch(self, shape: Shape) -> Captured:
         if shape not in self._made:
             self._made[shape] = self._allocate(shape)
@@ -197,7 +210,8 @@ class DeviceRunner:
 
     def _allocate(self, shape: Shape) -> Captured:
         device, store = self._target.spec.device, self._store
-        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, device)
+        texts = self._texts.store if shape.context else None
+        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, device, texts)
         slots = [0] * shape.batch
         batch = Batch(
             target=self._target,
@@ -229,6 +243,8 @@ class DeviceRunner:
         heat = [lane.sampler.temperature or 0.0 for lane in samplers] + [0.0] * (size - len(samplers))
         ops.seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
         ops.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
+        if captured.shape.context:
+            self._texts.bring(*_texts_of(requests))
         positions = [request.position for request in requests]
         ops.write_plan(batch.lanes, positions)
         captured.drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
@@ -273,6 +289,12 @@ def recording(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
         finally:
             if collects:
                 gc.enable()
+
+
+def _texts_of(requests: Sequence[Request]) -> tuple[list[SequenceContext | None], list[int]]:
+    """The sequences' own texts, and their slots."""
+    running = [(request.lane.text, request.slot.index) for request in requests if request.slot is not None]
+    return [text for text, _ in running], [slot for _, slot in running]
 
 
 def _static(cache: KVCache, slots: list[int]) -> KVCache:
