@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ddtree.config import Speculation
 from ddtree.engine.context import DeviceTexts, SequenceContext
 from ddtree.engine.modes import MODES, Layout, lay_out
-from ddtree.config import Speculation
 from ddtree.kernels import Plan, PlanRow
 from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Nodes, RoundState, TextIndex
@@ -127,9 +127,7 @@ class Rounds:
         for tensor, value in ((self.store.text, GARBAGE), (self.store.tables, 50_000)):
             tensor.fill_(value)
         self.slots = list(range(len(lanes), 0, -1))
-        asked = [
-            SequenceContext.of(s, p, torch.device("meta"), CAPACITY) for s, p in zip(lanes, prompts, strict=True)
-        ]
+        asked = [SequenceContext.of(s, p, torch.device("meta"), CAPACITY) for s, p in zip(lanes, prompts, strict=True)]
         for context in asked:
             if context:
                 context.commit([1])
@@ -155,9 +153,7 @@ class Rounds:
             getattr(state, name).fill_(GARBAGE)
         slots = torch.tensor(self.slots, device=self.device)
         self.said.shares.fill_(float("nan"))
-        build_with(
-            self.store, slots, log_q.to(self.device), candidates.to(self.device), self.plan, state, self.said
-        )
+        build_with(self.store, slots, log_q.to(self.device), candidates.to(self.device), self.plan, state, self.said)
         layouts, shown = [], []
         for index, (lane, row) in enumerate(zip(self.lanes, self.rows, strict=True)):
             tokens = [line[: row.ranks] for line in candidates[index].tolist()]

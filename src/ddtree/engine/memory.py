@@ -13,6 +13,7 @@ from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
+from ddtree.kernels.context import TextStore
 from ddtree.plan import Load, Memory, MemoryPlan, Part, machine_memory
 from ddtree.target import LlamaTarget, Target
 
@@ -115,6 +116,9 @@ class Planner:
         if self._drafter is not None:
             parts.insert(1, Part("drafter_weights", self._drafter.weights, "loaded already", there=True))
             parts.insert(3, Part("drafter_context", slots * length * self._drafter.position, context))
+        if self._drafter is not None and self._kernels:
+            note = f"{load.requests} requests of {load.context} tokens"
+            parts.append(Part("texts", TextStore.bytes(slots, load.context), note))
         if self._captured is not None:
             note = f"rounds of up to {batch} x {self._captured} rows"
             parts.append(Part("graphs", self._graphs(load.requests, length), note))

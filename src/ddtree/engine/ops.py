@@ -175,7 +175,7 @@ class DeviceOps:
     def allocate(
         cls, batch: int, width: int, depth: int, ranks: int, device: torch.device, texts: TextStore | None = None
     ) -> "DeviceOps":
-        """For `batch` sequences of `width` rows; texts: of all slots, where any of the sequences drafts from its own."""
+        """For `batch` sequences of `width` rows; texts: of all slots, where any sequence drafts from its own."""
         return cls(
             plan=Plan.allocate(batch, device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),

@@ -1,4 +1,4 @@
-"""What a sequence's text adds to its drafts, kept on the device: equals ddtree.tree.matches and `best_first` with guesses.
+"""What a sequence's text adds to its drafts, on the device: equals ddtree.tree.matches, and build with guesses.
 
 In a round: `build_with`, then `note` when the round is settled and before the roots advance.
 """

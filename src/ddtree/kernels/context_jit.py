@@ -1,5 +1,5 @@
 # mypy: ignore-errors
-"""A sequence's text on the device: its tables, its matches, and what became of its guesses. See ddtree.kernels.context."""
+"""A text on the device: its tables, its matches, and what became of its guesses. See ddtree.kernels.context."""
 
 import triton
 import triton.language as tl
