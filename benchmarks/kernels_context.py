@@ -16,6 +16,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from random import Random
@@ -38,6 +39,7 @@ SPARE = 8192  # tokens that the calls of a timing may append
 HOST = torch.device("meta")  # a device without kernels, whatever there is
 
 
+@lru_cache
 def words() -> list[int]:
     """The project's own pages as numbers of their words: a text that repeats itself as texts do."""
     numbers: dict[str, int] = {}
@@ -152,7 +154,7 @@ class Scene:
             index = host._index
             assert int(self.store.lengths[slot]) == len(index), "length"
             assert tuple(self.store.matches[slot].tolist()) == index.match, "match"
-            tables = torch.tensor([table.tolist() for table in index._tables], dtype=torch.int32)
+            tables = torch.stack([torch.frombuffer(table, dtype=torch.int32) for table in index._tables])
             assert torch.equal(self.store.tables[slot].cpu(), tables), "tables"
             found = torch.tensor(self.store.read_confidence(slot).state, dtype=torch.float64)
             wanted = torch.tensor(index.confidence.state, dtype=torch.float64)

@@ -102,13 +102,13 @@ def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares"), "*fp64")
     types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
     for block in (32, 64, 128, 256) if every else (64,):
-        shape = {"shift": 48, "block": block, "words": -(-block // 64), "rank_block": 16}
+        shape = {"block": block, "words": -(-block // 64), "rank_block": 16}
         warps = max(block // 128, 1)
         kernel = context_build_jit.build
         yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
-    shape = {"shift": 48, "column_block": 16}
+    shape = {"column_block": 16}
     yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
-    yield "context.lay", compiled(context_jit.lay, capability, {"shift": 48, "block": 256}, types=types)
+    yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)
 
 
 def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

@@ -39,7 +39,7 @@ def check_texts(store: TextStore, indices: Sequence[TextIndex]) -> None:
         assert store.text[slot, : len(index)].tolist() == index._text.tolist()
         assert tuple(store.matches[slot].tolist()) == index.match
         for order, table in enumerate(index._tables):
-            assert store.tables[slot, order].tolist() == table.tolist()
+            assert torch.equal(store.tables[slot, order].cpu(), torch.frombuffer(table, dtype=torch.int32))
         found = torch.tensor(store.read_confidence(slot).state, dtype=torch.float64)
         torch.testing.assert_close(
             found, torch.tensor(index.confidence.state, dtype=torch.float64), rtol=1e-12, atol=1e-12
@@ -59,7 +59,7 @@ def commit(store: TextStore, tokens: Sequence[Sequence[int]], kinds: Sequence[in
     store.note(plan, slots, state, Said.allocate(len(tokens), 2, device))
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=12)
 @given(
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=60), min_size=1, max_size=3),
     st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=9), max_size=3),
@@ -273,6 +273,11 @@ def test_learning_goes_with_the_sequence_to_the_host_and_back(device: torch.devi
     texts.bring(contexts, [2, 0])
     assert texts.store.lengths[2] == 8
     assert texts.store.read_confidence(2)(4) != learned(4)
+
+
+def test_memory_is_as_it_is_planned(device: torch.device) -> None:
+    store = TextStore.allocate(3, 1000, device)
+    assert TextStore.bytes(3, 1000) == store.text.nbytes + store.tables.nbytes
 
 
 def test_levels_hold_what_the_kernels_have_room_for() -> None:

@@ -69,8 +69,8 @@ class TextStore:
         self.confidence[slot, :, : len(confidence.state[0])] = torch.tensor(confidence.state, dtype=torch.float64)
         self.tables[slot].zero_()
         jit("context").lay[(-(-max(len(tokens), 1) // CHUNK),)](
-            self.text, self.tables, self.factors, len(tokens), capacity, slot,
-            shift=self.shift, block=CHUNK, **overlap(device),
+            self.text, self.tables, self.factors, len(tokens), capacity, slot, self.shift,
+            block=CHUNK, **overlap(device),
         )  # fmt: skip
         nothing = torch.zeros(1, 1, dtype=torch.int64, device=device)
         asked = Plan(torch.ones(1, 7, dtype=torch.int64, device=device))
@@ -96,8 +96,8 @@ class TextStore:
         jit("context").note[(batch,)](
             plan.settings, slots, path, committed, kept, said.tokens, said.levels, said.shares,
             self.text, self.lengths, self.tables, self.matches, self.confidence, self.factors,
-            columns, said.tokens.shape[1], self.text.shape[1],
-            shift=self.shift, column_block=power_of_two(columns), num_warps=1, **overlap(slots.device),
+            columns, said.tokens.shape[1], self.text.shape[1], self.shift,
+            column_block=power_of_two(columns), num_warps=1, **overlap(slots.device),
         )  # fmt: skip
 
 
@@ -140,8 +140,8 @@ def build_with(
         texts.text, texts.lengths, texts.tables, texts.matches, texts.confidence, texts.factors, texts.levels,
         state.tokens, state.parents, state.depths, state.ancestors,
         state.member.view(torch.uint8), state.tree.view(torch.uint8), said.tokens, said.levels, said.shares,
-        state.tokens.stride(0), state.ancestors.shape[2], width, drafted, ranks, texts.text.shape[1],
-        shift=texts.shift, block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=power_of_two(ranks),
+        state.tokens.stride(0), state.ancestors.shape[2], width, drafted, ranks, texts.text.shape[1], texts.shift,
+        block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=power_of_two(ranks),
         num_warps=max(power_of_two(width) // 128, 1), **overlap(log_q.device),
     )  # fmt: skip
     state.width = width

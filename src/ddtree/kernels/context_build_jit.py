@@ -95,7 +95,7 @@ def _insert(node, count, above, d, r, token_, parent, depth, rank, token, begin,
 @triton.jit
 def _match(
     kind, row, d, token_, above_position, above_length, above_token, on_path, depth, token, text, length, tables,
-    factors, shift: tl.constexpr,
+    factors, shift,
 ):  # fmt: skip
     """The match behind a new row of depth d: its parent's goes on where the row is what that said; else it is looked
     up by the row's own path (mix), or there is none (branch). Equals Matches and Branch.
@@ -145,7 +145,7 @@ def _guess(
     return said, rank, hit, rest, level, share
 
 
-@triton.jit(do_not_specialize=["pitch", "row_words", "width", "drafted", "ranks", "capacity"])
+@triton.jit(do_not_specialize=["pitch", "row_words", "width", "drafted", "ranks", "capacity", "shift"])
 def build(
     log_q,
     candidates,
@@ -173,7 +173,7 @@ def build(
     drafted,
     ranks,
     capacity,
-    shift: tl.constexpr,
+    shift,
     block: tl.constexpr,
     words: tl.constexpr,
     rank_block: tl.constexpr,

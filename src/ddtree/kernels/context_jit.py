@@ -13,24 +13,24 @@ MOST = tl.constexpr(0.99)
 
 
 @triton.jit
-def places_of(tokens, factors, axis: tl.constexpr, shift: tl.constexpr):
+def places_of(tokens, factors, axis: tl.constexpr, shift):
     """Where the n-grams of 1 to 8 last tokens are kept: the hash's highest bits. tokens: from the last, along `axis`.
 
     factors: beside them, 0 behind the last order.
     """
     sums = tl.cumsum((tokens.to(tl.int64) + 1) * factors, axis)
-    return (sums.to(tl.uint64, bitcast=True) >> shift).to(tl.int64, bitcast=True)
+    return (sums.to(tl.uint64, bitcast=True) >> shift.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
 @triton.jit
-def search(tables, text, factors, last, have, shift: tl.constexpr):
+def search(tables, text, factors, last, have, shift):
     """The most recent longest match of a text's last tokens: the position behind it and its length; 0, 0 without one.
 
     last: [8] int32, from the last; have: how many of them there are. Equals TextIndex._find.
     """
     j = tl.arange(0, 8)
     place = places_of(last, tl.load(factors + j), 0, shift)
-    size: tl.constexpr = 1 << (64 - shift)
+    size = 1 << (64 - shift)
     known = (j < ORDERS) & (j < have)
     position = tl.load(tables + j * size + place, mask=known, other=0, cache_modifier=".cg")
     compared = (j[None, :] <= j[:, None]) & (position > 0)[:, None]
@@ -42,21 +42,21 @@ def search(tables, text, factors, last, have, shift: tl.constexpr):
 
 
 @triton.jit
-def _enter(tables, factors, position, tokens, mask, shift: tl.constexpr):
+def _enter(tables, factors, position, tokens, mask, shift):
     """Enter the n-grams that end before each position. tokens: [P, 8], of each position the last ones before it.
 
     The latest position stays, whoever is first: the result does not depend on the order of the programs.
     """
     j = tl.arange(0, 8)
     place = places_of(tokens, tl.load(factors + j)[None, :], 1, shift)
-    size: tl.constexpr = 1 << (64 - shift)
+    size = 1 << (64 - shift)
     at = tables + j[None, :] * size + place
     held = mask[:, None] & (j < ORDERS)[None, :] & (j[None, :] < position[:, None])
     tl.atomic_max(at, tl.broadcast_to(position[:, None], held.shape).to(tl.int32), mask=held)
 
 
-@triton.jit(do_not_specialize=["length", "capacity", "slot"])
-def lay(text, tables, factors, length, capacity, slot, shift: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
+@triton.jit(do_not_specialize=["length", "capacity", "slot", "shift"])
+def lay(text, tables, factors, length, capacity, slot, shift, block: tl.constexpr, overlap: tl.constexpr):
     """Enter a slot's whole text, `block` positions a program. The tables are zero before."""
     follow(overlap)
     where = slot.to(tl.int64)
@@ -99,7 +99,7 @@ def _learn(confidence, path, committed, said_tokens, said_levels, said_shares, c
     tl.store(confidence + 32 + lane, levels)
 
 
-@triton.jit(do_not_specialize=["columns", "pitch_said", "capacity"])
+@triton.jit(do_not_specialize=["columns", "pitch_said", "capacity", "shift"])
 def note(
     settings,
     slots,
@@ -118,7 +118,7 @@ def note(
     columns,
     pitch_said,
     capacity,
-    shift: tl.constexpr,
+    shift,
     column_block: tl.constexpr,
     overlap: tl.constexpr,
 ):
