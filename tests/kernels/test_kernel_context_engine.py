@@ -70,6 +70,7 @@ def by_host(lanes) -> list:
         return answers(engine(), lanes)
 
 
+@pytest.mark.full
 def test_rounds_equal_those_of_the_host(on_the_device):
     """Five requests over three slots: batches change, a slot's next text takes the place of the one before."""
     made = engine()
@@ -81,6 +82,7 @@ def test_rounds_equal_those_of_the_host(on_the_device):
     assert found[0][1] < plain[0][1], "the text helps"
 
 
+@pytest.mark.full
 def test_a_reused_prefix_and_a_second_turn(on_the_device):
     turns = [PHRASE * 2, [*PHRASE * 2, 1, 4, 1, 5, 8, 8, 3, 1]]
     made, host = engine(1), []
