@@ -72,8 +72,8 @@ class TextIndex:
     One table per order holds for the n-gram of a hash the position behind its latest occurrence. A younger n-gram may
     take the place of an older one; a match is compared token by token, so it may be a shorter one then, never a wrong
     one. A token costs a few microseconds, a prompt some tenths of one for each of its tokens; the tables take 48 to 96
-    bytes a token. What it finds depends on the tokens and on `room` alone: `ddtree.kernels.context` keeps the same
-    tables on a GPU.
+    bytes a token, or of `room`, where that is more. What it finds depends on the tokens and on `room` alone;
+    `ddtree.kernels.context` keeps the same tables on a GPU.
     """
 
     def __init__(self, prompt: Sequence[int], room: int = 0, confidence: Confidence | None = None) -> None:
