@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from ddtree.config import MODES, SamplingParams, Speculation
+from ddtree.engine.context import SequenceContext
 from ddtree.engine.observer import StageTimer, Unobserved
 from ddtree.engine.round import Lane
 from ddtree.engine.runner import DeviceRunner
@@ -50,6 +51,14 @@ def test_the_shapes_are_those_of_the_modes():
     assert shape("tree", 7, 16) == Shape(batch=1, width=8, depth=7, ranks=7, shadows=False, ends=8)
     assert shape("shadow-linear", 31, 16) == Shape(batch=1, width=47, depth=15, ranks=16, shadows=True, ends=8)
     assert Shape.of([lane(Speculation("ar"))], 1, ends=12).ends == 12
+
+
+def test_rounds_with_a_text_are_shapes_of_their_own():
+    plain = lane(Speculation("tree", 31, 16))
+    own = Lane(plain.speculation, plain.sampler, engine_for(1, block=16).drafter, SequenceContext("mix", []))
+    assert all(shape.context for shape in prepared_shapes(own, 2))
+    assert Shape.of([plain, own], 2) in prepared_shapes(own, 2)
+    assert not any(shape.context for shape in prepared_shapes(plain, 2))
 
 
 def test_rounds_beyond_the_kernels_are_not_prepared():
