@@ -13,12 +13,8 @@ MOST = tl.constexpr(0.99)
 
 
 @triton.jit
-def places_of(tokens, factors, axis: tl.constexpr, shift):
-    """Where the n-grams of 1 to 8 last tokens are kept: the hash's highest bits. tokens: from the last, along `axis`.
-
-    factors: beside them, 0 behind the last order.
-    """
-    sums = tl.cumsum((tokens.to(tl.int64) + 1) * factors, axis)
+def place_of(sums, shift):
+    """Where an n-gram of this hash is kept: the hash's highest bits."""
     return (sums.to(tl.uint64, bitcast=True) >> shift.to(tl.uint64)).to(tl.int64, bitcast=True)
 
 
@@ -29,7 +25,8 @@ def search(tables, text, factors, last, have, shift):
     last: [8] int32, from the last; have: how many of them there are. Equals TextIndex._find.
     """
     j = tl.arange(0, 8)
-    place = places_of(last, tl.load(factors + j), 0, shift)
+    terms = (last.to(tl.int64) + 1) * tl.load(factors + j)
+    place = place_of(tl.sum(tl.where(j[None, :] <= j[:, None], terms[None, :], 0), 1), shift)
     size = 1 << (64 - shift)
     known = (j < ORDERS) & (j < have)
     position = tl.load(tables + j * size + place, mask=known, other=0, cache_modifier=".cg")
@@ -42,17 +39,20 @@ def search(tables, text, factors, last, have, shift):
 
 
 @triton.jit
-def _enter(tables, factors, position, tokens, mask, shift):
-    """Enter the n-grams that end before each position. tokens: [P, 8], of each position the last ones before it.
+def _enter(tables, factors, position, mask, text, committed, before, shift):
+    """Enter the n-grams that end before each position. Tokens from `before` on are in `committed`.
 
     The latest position stays, whoever is first: the result does not depend on the order of the programs.
     """
-    j = tl.arange(0, 8)
-    place = places_of(tokens, tl.load(factors + j)[None, :], 1, shift)
-    size = 1 << (64 - shift)
-    at = tables + j[None, :] * size + place
-    held = mask[:, None] & (j < ORDERS)[None, :] & (j[None, :] < position[:, None])
-    tl.atomic_max(at, tl.broadcast_to(position[:, None], held.shape).to(tl.int32), mask=held)
+    sums = tl.zeros(position.shape, tl.int64)
+    for order in tl.static_range(ORDERS):
+        at = position - 1 - order
+        held = mask & (at >= 0)
+        old = tl.load(text + at, mask=held & (at < before), other=0, cache_modifier=".cg")
+        new = tl.load(committed + (at - before), mask=held & (at >= before), other=0).to(tl.int32)
+        sums += (tl.where(at < before, old, new).to(tl.int64) + 1) * tl.load(factors + order)
+        line = tables + (order << (64 - shift))
+        tl.atomic_max(line + place_of(sums, shift), position, mask=held)
 
 
 @triton.jit(do_not_specialize=["length", "capacity", "slot", "shift"])
@@ -64,9 +64,7 @@ def lay(text, tables, factors, length, capacity, slot, shift, block: tl.constexp
     tables += where * (ORDERS << (64 - shift))
     position = tl.program_id(0) * block + tl.arange(0, block)
     inside = (position > 0) & (position < length)
-    at = position[:, None] - 1 - tl.arange(0, 8)[None, :]
-    tokens = tl.load(text + at, mask=inside[:, None] & (at >= 0), other=0)
-    _enter(tables, factors, position, tokens, inside, shift)
+    _enter(tables, factors, position, inside, text, text, length, shift)
 
 
 @triton.jit
@@ -141,11 +139,7 @@ def note(
         said_tokens + said, said_levels + said, said_shares + said, column, real,
     )  # fmt: skip
     position = before + column
-    at = position[:, None] - 1 - tl.arange(0, 8)[None, :]
-    asked = real[:, None] & (at >= 0)
-    old = tl.load(text + at, mask=asked & (at < before), other=0, cache_modifier=".cg")
-    new = tl.load(committed + at - before, mask=asked & (at >= before), other=0).to(tl.int32)
-    _enter(tables, factors, position, tl.where(at < before, old, new), real & (position > 0), shift)
+    _enter(tables, factors, position, real & (position > 0), text, committed, before, shift)
     tl.store(text + position, tl.load(committed + column, mask=real, other=0).to(tl.int32), mask=real)
     tl.debug_barrier()  # what is looked up now was written just now
     end = before + count
