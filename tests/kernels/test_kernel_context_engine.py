@@ -8,6 +8,7 @@ import torch
 from ddtree.config import SamplingParams, Speculation
 from ddtree.engine import Engine
 from ddtree.engine.context import DeviceTexts
+from ddtree.engine.prompts import Prompts
 from ddtree.engine.runner import DeviceRunner
 from ddtree.kernels import backend
 from scripted import ScriptedDrafter, ScriptedTarget, scripted_engine
@@ -40,10 +41,13 @@ def engine(slots: int = 3) -> Engine:
         return [[float((t + len(history)) % 5 == depth % 5) * t / 4 for t in range(LETTERS)] for depth in range(4)]
 
     config = {"max_running_requests": slots, "max_model_len": 80}
-    return scripted_engine(
+    made = scripted_engine(
         ScriptedTarget(script, LETTERS), ScriptedDrafter(propose, 5), "abcdefghijkl", config, mode="tree",
         tree_budget=6, tree_top_k=2,
     )  # fmt: skip
+    # Scripted models take prompts as they come, not padded.
+    made.scheduler._prompts = Prompts(made.target, made.drafter, made._store)
+    return made
 
 
 def answers(made: Engine, lanes) -> list:
