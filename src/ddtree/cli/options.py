@@ -77,8 +77,8 @@ DraftVocab = Annotated[
     typer.Option(
         "--draft-vocab",
         metavar="auto|full|N|FILE",
-        help="Tokens that drafts are made of, which no answer depends on: auto, what the drafter's folder says; full, all;"
-        " N, the N most frequent of the folder's list; FILE, another list.",
+        help="Tokens that drafts are made of, which no answer depends on: auto, what the drafter's folder says; full,"
+        " all; N, the N most frequent of the folder's list; FILE, another list.",
     ),
 ]
 Numerics = Annotated[

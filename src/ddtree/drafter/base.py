@@ -25,4 +25,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
-        """Logits [B, depths, V] of the positions behind the roots, V those of `vocabulary`. root: [B] int64, at position [B] int64."""
+        """Logits [B, depths, V] of the positions behind the roots; V: see `vocabulary`.
+
+        root: [B] int64, at position [B] int64.
+        """

@@ -1,8 +1,8 @@
 """Which tokens a drafter drafts: a list by frequency beside its weights, of which drafts may use the first N alone.
 
-A target's head is most of what a draft reads where the vocabulary is large and the drafter small. A token that is not on
-the list is never drafted; the target chooses it all the same, so no answer changes. The file is JSON, since loaders of
-Hugging Face folders take every .safetensors file for weights.
+A target's head is most of what a draft reads where the vocabulary is large and the drafter small. A token that is not
+on the list is never drafted; the target chooses it all the same, so no answer changes. The file is JSON, since loaders
+of Hugging Face folders take every .safetensors file for weights.
 """
 
 import json
@@ -27,8 +27,8 @@ def by_frequency(answers: Tensor, prompts: Tensor, first: Sequence[int] = ()) ->
     """All token ids, the most frequent first: those of `first`, then by their number in answers, in prompts, by id.
 
     answers, prompts: [V] int64, how often each token occurs in what the target wrote, and in what it was asked. Ties go
-    to the lower id, which most tokenizers merged earlier, for it was more frequent. first: ids that every cut must hold,
-    such as those that end an answer.
+    to the lower id, which most tokenizers merged earlier, for it was more frequent. first: ids that every cut must
+    hold, such as those that end an answer.
     """
     head = list(dict.fromkeys(first))
     # Stable sorts, the least important first.
@@ -89,8 +89,8 @@ def choose_vocabulary(setting: str, folder: Path, vocab_size: int) -> Tensor | N
     if re.fullmatch("[0-9]{1,18}", setting):
         if not own.exists():
             raise InvalidOption(
-                f"draft_vocab {setting} needs a list by frequency, and {folder} holds no {DRAFT_VOCABULARY}: leave it at auto, or name"
-                " a file",
+                f"draft_vocab {setting} needs a list by frequency, and {folder} holds no {DRAFT_VOCABULARY}: leave it"
+                " at auto, or name a file",
                 param=PARAM,
             )
         (ids, _), size = read_vocabulary(own, vocab_size), int(setting)

@@ -34,8 +34,8 @@ def load_pair(config: EngineConfig) -> Loaded:
     invariant, rounded = _invariant(config, device, dtype), _rounded(config, device, dtype, drafter_name)
     if config.draft_vocab != "auto" and drafter_name == "none":
         raise InvalidOption(
-            f"draft_vocab {config.draft_vocab} needs a drafter, and none is loaded: leave it at auto, or choose a mode that"
-            " drafts",
+            f"draft_vocab {config.draft_vocab} needs a drafter, and none is loaded: leave it at auto, or choose a mode"
+            " that drafts",
             param="draft_vocab",
         )
     folder = models.resolve_model(config.model)

@@ -40,7 +40,10 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def propose(logits: Tensor, k: int, vocabulary: Tensor | None = None) -> Proposal:
-    """What ddtree.tree.top_k gives, in the same two launches. logits: [B, D, V]; vocabulary: [V] int64, dense, or None."""
+    """What ddtree.tree.top_k gives, in the same two launches.
+
+    logits: [B, D, V]; vocabulary: [V] int64, dense: the tokens that the columns stand for.
+    """
     batch, depth, columns = logits.shape
     found = select(logits.reshape(batch * depth, columns), k, vocabulary=vocabulary)
     return Proposal(tokens=found.ids.view(batch, depth, -1), log_q=found.log_q.view(batch, depth, -1))
