@@ -35,7 +35,7 @@ def count(chats: Iterable[Chat], vocab: int) -> tuple[Tensor, Tensor]:
 
 
 def coverage(order: Sequence[int], chats: Sequence[Chat], sizes: Sequence[int]) -> dict[str, Any]:
-    """Part of the answers' tokens that are among the first N of a list: of all, of a middling answer, of the worst kind.
+    """Part of the answers' tokens that are among the first N of a list: of all, of a middling answer, the worst kind.
 
     A model that has lost its way may repeat one rare token: that moves the first and the last, not the second.
     """

@@ -79,8 +79,8 @@ def read_vocabulary(path: Path, vocab_size: int) -> tuple[list[int], int]:
 def choose_vocabulary(setting: str, folder: Path, vocab_size: int) -> Tensor | None:
     """The tokens that drafts are made of: [N] int64, ascending, so that ties go to the lowest id; None: all.
 
-    setting: auto (what the drafter's `folder` says; all where it says nothing), full, a number (the first so many of the
-    folder's list), or the path of another list.
+    setting: auto (what the drafter's `folder` says; all where it says nothing), full, a number (the first so many of
+    the folder's list), or the path of another list.
     Raises InvalidOption, ModelNotFound or DamagedFile.
     """
     own = folder / DRAFT_VOCABULARY
