@@ -210,7 +210,7 @@ class LlamaTarget:
         """
         if vocabulary is None:
             return Linear(Rounded.of(self.lm_head.weight)) if rounded else self.head
-        rows = self.lm_head.rows(vocabulary)
+        rows = self.embedding[vocabulary] if self.config.tied else self.lm_head.rows(vocabulary)
         return Linear(Rounded.of(rows)) if rounded else FewRows(Linear(rows))
 
     def _forward(
