@@ -8,7 +8,7 @@ whole vocabulary in this order, so that `--draft-vocab N` can cut it anywhere; `
 """
 
 import zlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -17,21 +17,11 @@ import torch
 from torch import Tensor
 
 from common import finish, machine, parser
-from ddtree.config import DRAFT_VOCABULARY
-from ddtree.drafter import by_frequency, write_vocabulary
+from ddtree.drafter import by_frequency
 from ddtree.training.shards import Chat, read_all, read_manifest
+from ddtree.training.vocabulary import count, write_draft_vocabulary
 
 SIZES = "4096,8192,12288,16384,24576"
-
-
-def count(chats: Iterable[Chat], vocab: int) -> tuple[Tensor, Tensor]:
-    """How often each token occurs in answers and in prompts: [V] int64 each."""
-    answers, prompts = (torch.zeros(vocab, dtype=torch.int64) for _ in range(2))
-    for chat in chats:
-        ids = torch.from_numpy(chat.ids).long()
-        prompts += torch.bincount(ids[: chat.prompt], minlength=vocab)
-        answers += torch.bincount(ids[chat.prompt :], minlength=vocab)
-    return answers, prompts
 
 
 def coverage(order: Sequence[int], chats: Sequence[Chat], sizes: Sequence[int]) -> dict[str, Any]:
@@ -85,21 +75,16 @@ def main() -> None:
     chats = list(read_all(args.data))
     counted, tried = apart(chats, args.every)
     sizes = [int(size) for size in args.sizes.split(",")]
-    kept = [chat for chat in chats if not chat.heldout]
-    answers, prompts = count(kept, vocab)
     report = machine() | {
         "chats": len(chats),
-        "answer_tokens": int(answers.sum()),
-        "distinct_answer_tokens": int((answers > 0).sum()),
+        "answer_tokens": sum(chat.answer for chat in chats),
         "tried_chats": len(tried),
         "tried_answer_tokens": sum(chat.answer for chat in tried),
         "coverage": coverage(by_frequency(*count(counted, vocab), ends), tried, sizes),
         "coverage_without_counting": coverage(range(vocab), tried, sizes),  # the tokenizer's own order
     }
     if args.write is not None:
-        about = {name: report[name] for name in ("chats", "answer_tokens", "distinct_answer_tokens")}
-        about |= {"model": facts["model"], "settings": facts["settings"]}
-        write_vocabulary(args.write / DRAFT_VOCABULARY, by_frequency(answers, prompts, ends), args.size, about)
+        report["written"] = write_draft_vocabulary(args.data, args.write, args.size)
     finish(report, args.output)
 
 
