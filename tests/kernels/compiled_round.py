@@ -36,7 +36,20 @@ POINTERS = {
     **dict.fromkeys(["temperatures"], "fp64"),
 }
 INT64 = {
-    *("ids", "candidates", "settings", "tokens", "parents", "depths", "ancestors", "seeds", "positions", "keys", "own"),
+    *(
+        "ids",
+        "candidates",
+        "settings",
+        "tokens",
+        "parents",
+        "depths",
+        "ancestors",
+        "seeds",
+        "positions",
+        "keys",
+        "own",
+        "vocabulary",
+    ),
     *("path", "count", "chosen", "remaining", "ends", "kept", "position"),
 }
 
@@ -82,7 +95,15 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         yield f"choose.scan {dtype}", compiled(choose_jit.scan, capability, {"block": 4096}, dtype)
     yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
     for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
-        shape = {"width": 128, "chunk_block": 2048, "segment_block": 64, "k": k, "k_block": k, "bitonic": bitonic}
+        shape = {
+            "width": 128,
+            "chunk_block": 2048,
+            "segment_block": 64,
+            "k": k,
+            "k_block": k,
+            "bitonic": bitonic,
+            "named": True,
+        }
         yield f"select.merge k{k} bitonic{bitonic:d}", compiled(select_jit.merge, capability, shape, warps=8)
     for block in (32, 64, 128, 256) if every else (64,):
         shape = {"block": block, "words": -(-block // 64)}

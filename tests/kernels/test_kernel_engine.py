@@ -42,14 +42,14 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, save_checkpoint(drafter, raw, random_tensors(raw))
 
 
-def load(folders: tuple[Path, Path], device: torch.device, **config) -> Engine:
+def load(folders: tuple[Path, Path], device: torch.device, ids: range | None = None) -> Engine:
     target = LlamaTarget.load(folders[0], torch.float32, device)
     sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-    drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, torch.float32, device)
+    vocabulary = None if ids is None else torch.tensor(ids, device=device)
+    head = target.draft_head(vocabulary)
+    drafter = DFlashDrafter.load(folders[1], target.embed, head, sizes, torch.float32, device, vocabulary=vocabulary)
     speculation = Speculation("tree", 7, 3)
-    return Engine(
-        target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3, **config)
-    )
+    return Engine(target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3))
 
 
 def answers(engine: Engine, lanes) -> list:
@@ -75,17 +75,26 @@ def facts(generation) -> tuple:
 
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize(
-    "lanes",
-    [LANES, [*LANES[:2], HOST_LANE], CONTEXTS, [*CONTEXTS[:2], HOST_LANE]],
-    ids=["device alone", "with the host's part", "with texts", "with texts and the host's part"],
-)
-def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, graphs, monkeypatch) -> None:
+    ("lanes", "ids"),
+    [
+        (LANES, None),
+        ([*LANES[:2], HOST_LANE], None),
+        (CONTEXTS, None),
+        ([*CONTEXTS[:2], HOST_LANE], None),
+        (LANES[:3], range(1, 61, 2)),
+    ],
+    ids=[
+        "device alone", "with the host's part", "with texts", "with texts and the host's part",
+        "drafts of a part of the vocabulary",
+    ],
+)  # fmt: skip
+def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
     monkeypatch.setattr(backend, "KINDS", set())
-    host = load(folders, device)
+    host = load(folders, device, ids)
     assert isinstance(host.scheduler._runner, HostRunner)
     expected = answers(host, lanes)
     monkeypatch.setattr(backend, "KINDS", {device.type})
-    engine = load(folders, device, cuda_graphs=graphs)
+    engine = load(folders, device, ids, cuda_graphs=graphs)
     assert isinstance(engine.scheduler._runner, DeviceRunner)
     found = answers(engine, lanes)
     assert [facts(g) for g in found] == [facts(g) for g in expected]

@@ -123,6 +123,7 @@ class Engine:
             "tree_context": describe(self.speculation.tree_context, spec.device),
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
+            "draft_vocab": self._draft_vocab(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -238,6 +239,12 @@ class Engine:
             return None
         dtype = str(self.target.spec.dtype).removeprefix("torch.")
         return dtype if self.config.draft_dtype == "auto" else self.config.draft_dtype
+
+    def _draft_vocab(self) -> int | str | None:
+        """Tokens that drafts are made of: their number, or "full"; None without a drafter."""
+        if self.drafter is None:
+            return None
+        return "full" if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
 
     def _make_runners(self) -> tuple[HostRunner | DeviceRunner, Prompts]:
         """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""

@@ -86,6 +86,8 @@ class Planner:
             features=len(target.feature_layers) * spec.hidden_size, dtype=cache.dtype,
         )  # fmt: skip
         self._drafter = None if drafter is None else _drafter_model(drafter)
+        cut = None if drafter is None else drafter.vocabulary
+        self._drafted = self._vocab if cut is None else len(cut)  # tokens that a draft has logits of
         self._depths, self._block = (drafter.config.depths, drafter.config.block_size) if drafter else (0, 0)
         self._captured = None  # rows of the rounds that are captured at the start
         if speculation is not None:
@@ -143,7 +145,7 @@ class Planner:
         """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps."""
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
-        return self._vocab * (draft + noise + rows * _COPIES * _FLOAT)
+        return self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)

@@ -66,7 +66,7 @@ class HostOps:
             index = torch.tensor(self._who, device=root.device)
             cache, root, position = cache.view(self._who), root[index], position[index]
         logits = drafter.propose(cache, root, position, max(lanes[i].depth for i in self._who))
-        return top_k(logits, max(lanes[i].ranks for i in self._who))
+        return top_k(logits, max(lanes[i].ranks for i in self._who), drafter.vocabulary)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. A sequence without a proposal has its root alone."""
@@ -203,7 +203,7 @@ class DeviceOps:
             return None
         root, position = batch.state.tokens[:, 0], batch.state.position
         logits = batch.drafter.propose(batch.drafter_cache, root, position, self.depth)
-        return kernels.propose(logits, self.ranks)
+        return kernels.propose(logits, self.ranks, batch.drafter.vocabulary)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. Without a proposal the state holds roots alone from the beginning."""

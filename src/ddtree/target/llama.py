@@ -14,6 +14,7 @@ from ddtree.kernels import AttentionRows, Rounded, locate
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
+    FewRows,
     GatedLinear,
     Heads,
     HostPlace,
@@ -202,9 +203,15 @@ class LlamaTarget:
         """See Target.head."""
         return self.lm_head(hidden, few=True)
 
-    def rounded_head(self) -> Callable[[Tensor], Tensor]:
-        """A copy of the head in 8 bits, for drafts. Raises InvalidOption where the device's kernels cannot use it."""
-        return Linear(Rounded.of(self.lm_head.weight))
+    def draft_head(self, vocabulary: Tensor | None = None, rounded: bool = False) -> Callable[[Tensor], Tensor]:
+        """The head that drafts are made with: of these tokens alone ([N] int64; None: all), rounded: in 8 bits.
+
+        Either is a copy. Raises InvalidOption where the device's kernels cannot use 8 bits.
+        """
+        if vocabulary is None:
+            return Linear(Rounded.of(self.lm_head.weight)) if rounded else self.head
+        rows = self.embedding[vocabulary] if self.config.tied else self.lm_head.rows(vocabulary)
+        return Linear(Rounded.of(rows)) if rounded else FewRows(Linear(rows))
 
     def _forward(
         self, cache: KVCache, ids: Tensor, place: Place, last: Tensor | slice | None = None
