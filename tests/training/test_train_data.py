@@ -12,7 +12,9 @@ import pytest
 from ddtree.bench.suite import load_prompts
 from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
 from ddtree.training.config import DataPart, TrainConfig, read
-from ddtree.training.data import ChatMaker, generate_data, load_engine
+from ddtree.training.answers import EngineAnswers, load_engine
+from ddtree.training.chats import ChatMaker
+from ddtree.training.data import check_data, generate_data
 from ddtree.training.prompts import Banned, Source, read_prompts, templates
 from ddtree.training.shards import Chat, read_all, read_shard, shard_path, write_shard
 from tiny_run import END, run_file
@@ -127,13 +129,14 @@ def test_own_prompts_and_later_turns(made: TrainConfig, monkeypatch: pytest.Monk
     """The target writes the user's words behind the template's own header, and the next turn has the whole chat."""
     config = replace(made, data=replace(made.data, templates=0.0, own=1.0, turns=2, sampled=0.0))
     engine = load_engine(config.target, 200, 4)
-    maker = ChatMaker(config, engine, Source(config.data))
+    source = Source(config.data)
+    maker = ChatMaker(config, EngineAnswers(engine), source)
     asked: list[list[int]] = []
     real = maker._generate
 
     def answer(prompts: list[list[int]], params: list[Any]) -> Any:
         asked.extend(prompts)
-        if prompts and prompts[0][-1] == engine.text.encode("<|user|>")[0]:
+        if prompts and prompts[0][-1] != engine.text.encode("<|assistant|>")[0]:
             return [([], f"What is the number {len(asked)}?") for _ in prompts]
         return [(tokens, "Well.") for tokens, _ in real(prompts, params)]
 
@@ -143,7 +146,8 @@ def test_own_prompts_and_later_turns(made: TrainConfig, monkeypatch: pytest.Monk
     texts = [engine.text.decode(chat.ids[: chat.prompt].tolist()) for chat in chats]
     assert texts[0] in texts[2]
     assert "Well." in texts[2]
-    assert asked[0] == engine.text.encode("<|user|>")
+    user = engine.text.encode("<|user|>")
+    assert asked[:2] == [user + engine.text.encode(source.start(number)) for number in range(2)]
     assert chats[0].heldout == chats[2].heldout
 
 

@@ -31,17 +31,19 @@ class TargetPart:
 class DataPart:
     """[data]: prompts, and how the target answers them."""
 
+    folder: str = ""  # of the shards; "": data/ in the run's own. Several runs may read one
     chats: int = 20000  # rounded up to whole shards
     shard_chats: int = 512  # chats in one file: what a killed run loses at most
     batch: int = 256  # chats that are answered at once
     max_length: int = 512  # tokens of prompt and answer together
     max_tokens: int = 384  # of one answer
-    turns: int = 1  # user turns of a chat; those after the first are written by the target
+    turns: int = 1  # user turns of a chat, at most
+    more_turns: float = 1.0  # part of the chats that go on after a turn
     sampled: float = 0.3  # part of the answers that are sampled; the others are greedy
     temperature: float = 0.8  # of sampled answers
     heldout: float = 0.02  # part of the chats that `fit` never trains on
     templates: float = 0.7  # weights of the three sources of prompts
-    own: float = 0.3
+    own: float = 0.3  # those after a chat's first turn come from the first two alone
     files: float = 0.0
     own_temperature: float = 1.0  # at which the target writes prompts and later user turns
     paths: tuple[str, ...] = ()  # JSONL files of prompts, for `files`
@@ -52,7 +54,7 @@ class DataPart:
         for name in ("chats", "shard_chats", "batch", "max_tokens", "turns"):
             _at_least(f"data.{name}", getattr(self, name), 1)
         _at_least("data.max_length", self.max_length, 16)
-        for name in ("sampled", "heldout"):
+        for name in ("sampled", "heldout", "more_turns"):
             _within(f"data.{name}", getattr(self, name), 0, 1)
         for name in ("templates", "own", "files"):
             _within(f"data.{name}", getattr(self, name), 0, 1e9)
@@ -156,7 +158,7 @@ class EvalPart:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The whole file. `folder` holds data/, checkpoints and logs."""
+    """The whole file. `folder` holds data/ (unless data.folder is elsewhere), checkpoints and logs."""
 
     folder: str = "training"
     target: TargetPart = field(default_factory=TargetPart)
@@ -168,7 +170,7 @@ class TrainConfig:
     @property
     def data_folder(self) -> Path:
         """Where shards lie."""
-        return Path(self.folder) / "data"
+        return Path(self.data.folder) if self.data.folder else Path(self.folder) / "data"
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -17,7 +17,8 @@ from ddtree.layers.fields import read_config
 from ddtree.target import Target
 from ddtree.training.checkpoint import Run
 from ddtree.training.config import TrainConfig
-from ddtree.training.data import load_engine, need_any
+from ddtree.training.answers import load_engine
+from ddtree.training.data import need_any
 from ddtree.training.fit import precision
 from ddtree.training.measure import Measures, measure
 from ddtree.training.model import DraftModel
