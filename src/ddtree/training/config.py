@@ -98,6 +98,7 @@ class FitPart:
     """[fit]: loss, optimiser, schedule."""
 
     steps: int = 20000
+    minutes: float = 0.0  # above 0: the rate falls by the clock too, and the fit ends then, or with `steps`
     batch: int = 32  # sequences of a step
     micro_batch: int = 32  # sequences of one forward; gradients of a step's forwards are added up
     anchors: int = 48  # blocks of a sequence
@@ -108,6 +109,7 @@ class FitPart:
     warmup: int = 200
     weight_decay: float = 0.01
     beta2: float = 0.95
+    ema: float = 0.0  # above 0: what is measured and exported is the average of the weights that decays so, as 0.999
     clip: float = 1.0  # norm that gradients are cut to
     precision: str = "auto"  # of products; weights are kept in float32. auto: bfloat16 on a GPU, else float32
     attention: str = "auto"  # flex: only unmasked tiles are computed; sdpa: all of them. auto: flex on a GPU
@@ -126,7 +128,7 @@ class FitPart:
             _at_least(f"fit.{name}", getattr(self, name), 1)
         _at_least("fit.warmup", self.warmup, 0)
         for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
-                                ("beta2", 0, 0.99999), ("clip", 1e-9, 1e9)):  # fmt: skip
+                                ("beta2", 0, 0.99999), ("ema", 0, 0.999999), ("minutes", 0, 1e6), ("clip", 1e-9, 1e9)):  # fmt: skip
             _within(f"fit.{name}", getattr(self, name), low, high)
         _within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
         _one_of("fit.objective", self.objective, OBJECTIVES)
