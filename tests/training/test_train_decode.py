@@ -1,18 +1,19 @@
 """Answers of many prompts at once: the engine's own, whatever the company; ends, limits and draws."""
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
 from ddtree.config import SamplingParams
-from ddtree.engine.text import Text
+from ddtree.errors import InvalidOption
 from ddtree.target import LlamaTarget
 from ddtree.training import decode
 from ddtree.training.answers import BatchAnswers, EngineAnswers, load_answers
-from ddtree.training.config import TargetPart
+from ddtree.training.config import DataPart, TargetPart
 from ddtree.training.decode import Decoder
-from ddtree.training.teacher import load_target
 from llama_oracle import random_llama
 from tiny_run import END
 
@@ -29,15 +30,25 @@ def test_greedy_answers_are_the_engines(tiny_target: Path, monkeypatch: pytest.M
     monkeypatch.setattr(decode, "LEAST", 1)
     monkeypatch.setattr(decode, "LOOK", 5)
     monkeypatch.setattr(decode, "PROMPT_ROWS", 40)
-    engine = load_answers(part(tiny_target), 128, 4)
+    engine = load_answers(part(tiny_target), DataPart(max_length=128, batch=4))
     assert isinstance(engine, EngineAnswers)
+    batch = load_answers(part(tiny_target), DataPart(max_length=128, batch=8, decoder="plain"))
+    assert isinstance(batch, BatchAnswers)
+    (most,) = Counter(i for ids, _ in engine(PROMPTS[:4], [SamplingParams(60)] * 4) for i in ids[9:]).most_common(1)
+    for target in (engine.target, batch.target):
+        monkeypatch.setattr(target, "spec", replace(target.spec, end_ids=(END, most[0])))
+    batch = BatchAnswers(batch.target, batch.text, 8, 128)  # type: ignore[arg-type]
     params = [SamplingParams(min(3 + 7 * row % 120, 128 - len(p)), 0.0, seed=row) for row, p in enumerate(PROMPTS)]
-    batch = BatchAnswers(load_target(part(tiny_target)), Text(tiny_target), 8, 128)  # type: ignore[arg-type]
     ours, theirs = batch(PROMPTS, params), engine(PROMPTS, params)
     assert ours == theirs
-    assert any(END in ids for ids, _ in theirs)
+    assert any(ids[-1] == most[0] for ids, _ in theirs)
     assert {len(ids) for ids, _ in theirs} > {3, 10}
     assert batch(PROMPTS[::-1], params[::-1]) == theirs[::-1]
+
+
+def test_graphs_are_refused_on_a_cpu(tiny_target: Path) -> None:
+    with pytest.raises(InvalidOption, match="needs a GPU"):
+        load_answers(part(tiny_target), DataPart(decoder="graphs"))
 
 
 def test_draws_follow_the_distribution(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
 
 OBJECTIVES = ("cross_entropy", "kl")
 ATTENTIONS = ("auto", "flex", "sdpa")
+DECODERS = ("auto", "graphs", "plain", "engine")
 PRECISIONS = ("auto", "bfloat16", "float32")
 
 
@@ -35,6 +36,7 @@ class DataPart:
     chats: int = 20000  # rounded up to whole shards
     shard_chats: int = 512  # chats in one file: what a killed run loses at most
     batch: int = 256  # chats that are answered at once
+    decoder: str = "auto"  # graphs: all rows a step, as CUDA graphs; plain: without graphs; engine. auto: graphs on a GPU
     max_length: int = 512  # tokens of prompt and answer together
     max_tokens: int = 384  # of one answer
     turns: int = 1  # user turns of a chat, at most
@@ -54,6 +56,7 @@ class DataPart:
         for name in ("chats", "shard_chats", "batch", "max_tokens", "turns"):
             _at_least(f"data.{name}", getattr(self, name), 1)
         _at_least("data.max_length", self.max_length, 16)
+        _one_of("data.decoder", self.decoder, DECODERS)
         for name in ("sampled", "heldout", "more_turns"):
             _within(f"data.{name}", getattr(self, name), 0, 1)
         for name in ("templates", "own", "files"):

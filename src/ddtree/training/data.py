@@ -17,7 +17,7 @@ from ddtree.training.shards import Chat, read_manifest, read_shard, shard_path, 
 
 log = logging.getLogger("ddtree.training")
 
-FREE = ("chats", "batch", "folder")  # fields that may change while a folder grows
+FREE = ("chats", "batch", "folder", "decoder")  # fields that may change while a folder grows
 Worker = tuple[int, int]  # this one's number from 0, and how many there are
 
 
@@ -35,7 +35,7 @@ def generate_data(
     """
     c, began = config.data, time.monotonic()
     source = Source(c)
-    answers = answers or load_answers(config.target, c.max_length, c.batch)
+    answers = answers or load_answers(config.target, c)
     maker = ChatMaker(config, answers, source)
     write_manifest(config.data_folder, _facts(config, answers, source))
     shards = -(-c.chats // c.shard_chats)  # whole ones, so that more chats are more shards

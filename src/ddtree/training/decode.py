@@ -1,10 +1,12 @@
 """Answers for hundreds of prompts at once: the host only counts steps, the device does all the rest.
 
 The engine serves requests: it computes prompts one by one and reads every token. For data neither is needed, so here all
-rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. A step is one CUDA graph.
+rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. On a GPU
+a step is one CUDA graph.
 """
 
 import logging
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -110,10 +112,11 @@ class PromptRows(WholePlace):
 
 
 class Decoder:
-    """A target that answers many prompts at once. On a GPU a step is a graph; elsewhere it runs as it is."""
+    """A target that answers many prompts at once."""
 
-    def __init__(self, target: LlamaTarget, batch: int, length: int) -> None:
-        """batch: prompts at once; length: tokens of prompt and answer, at most."""
+    def __init__(self, target: LlamaTarget, batch: int, length: int, graphs: bool = False) -> None:
+        """batch: prompts at once; length: tokens of prompt and answer, at most; graphs: a step is a CUDA graph."""
+        self._uses_graphs = graphs
         self._target, self._batch, self._length = target, batch, length
         self._rows: Rows | None = None
         self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
@@ -191,7 +194,7 @@ class Decoder:
 
     def _step(self, batch: int, span: int, hot: bool) -> None:
         """All rows one token further."""
-        if self._target.spec.device.type != "cuda":
+        if not self._uses_graphs:
             self._compute(batch, span, hot)
             return
         key = (batch, span if hot else -span)
@@ -204,6 +207,7 @@ class Decoder:
         real step writes again."""
         rows = self._rows
         assert rows is not None
+        began, drawn = time.monotonic(), torch.cuda.get_rng_state()
         moved = (rows.tokens, rows.lengths, rows.done, rows.position)
         saved = [tensor.clone() for tensor in moved]
         stream = torch.cuda.Stream()
@@ -218,6 +222,8 @@ class Decoder:
         graph = torch.cuda.CUDAGraph()
         with recording(graph, self._pool):
             self._compute(batch, span, hot)
+        torch.cuda.set_rng_state(drawn)
+        log.info("a step of %d rows and %d keys is a graph, made in %.2f s", batch, span, time.monotonic() - began)
         return graph
 
     def _compute(self, batch: int, span: int, hot: bool) -> None:

@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -39,15 +40,20 @@ def fit(
     stop_at: int | None = None,
     max_minutes: float | None = None,
     quiet: bool = False,
+    ends_at: float | None = None,
 ) -> dict[str, Any]:
     """Train, or go on where the last checkpoint is.
 
     target: instead of the one that the configuration names. stop_at: end at this step, with a checkpoint; the schedule
-    stays that of fit.steps. max_minutes: the same by the clock. Returns the last line of the log.
+    stays that of fit.steps. max_minutes: the same by the clock. ends_at: seconds as time.time() counts them, in the stead
+    of fit.minutes: what comes before the first step is in it then. Returns the last line of the log.
     """
     target = target or load_target(config.target)
     with standing_on(target.spec.device):
         trainer = Trainer(config, target, quiet)
+        if ends_at is not None:
+            minutes = (trainer.seconds + max(ends_at - time.time(), 1.0)) / 60
+            trainer.part = replace(trainer.part, minutes=minutes)
         return trainer.run(stop_at, max_minutes)
 
 
