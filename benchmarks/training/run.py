@@ -3,10 +3,10 @@
     PYTHONPATH=src python benchmarks/training/run.py --gpus 0,1,2 --minutes 22 --work /tmp/train \
         --configs benchmarks/training/warm.toml,benchmarks/training/small.toml --sets /tmp/sets
 
-All GPUs make data first (--data, a share of the time), then each configuration is fitted on a GPU of its own until the time is
-nearly up, exported to WORK/export/NAME, and measured on the suite, on the prompts in --sets (see evaluation_sets.py) and at
-temperature 1. What happens is told in WORK/status.txt, a line each; every part has a log in WORK/logs. A part that fails is
-tried again in a plainer way, and does not stop the others. WORK/summary.json has all results.
+All GPUs make data first (--data, a share of the time), then each configuration is fitted on a GPU of its own until the
+time is nearly up, exported to WORK/export/NAME, and measured on the suite, on the prompts in --sets (evaluation_sets.py
+makes them) and at temperature 1. What happens is told in WORK/status.txt, a line each; every part has a log in WORK/logs.
+A part that fails is tried again in a plainer way, and does not stop the others. WORK/summary.json has all results.
 """
 
 import argparse
@@ -55,7 +55,9 @@ class Show:
         """Seconds until the minutes are over."""
         return self.given.minutes * 60 - self.passed
 
-    def part(self, kind: str, name: str, gpu: str, config: Path, sets: Sequence[str], seconds: float, **more: Any) -> bool:
+    def part(
+        self, kind: str, name: str, gpu: str, config: Path, sets: Sequence[str], seconds: float, **more: Any
+    ) -> bool:
         """Run a part in a process of its own; whether it ended well. It is ended when its time is long over."""
         asked = {"kind": kind, "config": str(config), "sets": [*self.given.set, *self._common(gpu), *sets],
                  "result": str(self.work / "results" / f"{name}.json"), **more}  # fmt: skip
@@ -161,7 +163,9 @@ def _last(log: Path) -> str:
 
 def _brief(result: dict[str, Any]) -> dict[str, Any]:
     """What fits into a line."""
-    return {name: value for name, value in result.items() if not isinstance(value, dict | list)} | result.get("short", {})
+    return {name: value for name, value in result.items() if not isinstance(value, dict | list)} | result.get(
+        "short", {}
+    )
 
 
 def read_arguments(arguments: Sequence[str] | None = None) -> argparse.Namespace:

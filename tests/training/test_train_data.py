@@ -11,10 +11,10 @@ import pytest
 
 from ddtree.bench.suite import load_prompts
 from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
-from ddtree.training.config import DataPart, TrainConfig, read
 from ddtree.training.answers import EngineAnswers, load_engine
 from ddtree.training.chats import ChatMaker
-from ddtree.training.data import check_data, generate_data
+from ddtree.training.config import DataPart, TrainConfig, read
+from ddtree.training.data import generate_data
 from ddtree.training.prompts import Banned, Source, read_prompts, templates
 from ddtree.training.shards import Chat, read_all, read_shard, shard_path, write_shard
 from tiny_run import END, run_file

@@ -18,10 +18,10 @@ from ddtree.target.base import TargetSpec
 from ddtree.training import batches, shape
 from ddtree.training.attention import Blocks
 from ddtree.training.config import DataPart, DrafterPart, EvalPart, FitPart, TargetPart, TrainConfig, read
-from ddtree.training.fit import learning_rate
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Drafts, Measures, walk
 from ddtree.training.model import DraftModel
+from ddtree.training.schedule import learning_rate
 from ddtree.training.shards import Chat
 from ddtree.training.teacher import Teacher, load_target
 from ddtree.tree import best_first

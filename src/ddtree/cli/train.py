@@ -38,7 +38,9 @@ def data(
         str,
         typer.Option("--worker", metavar="I/N", help="One of N that write into one folder at once, from 0/N to N-1/N."),
     ] = "0/1",
-    check: Annotated[bool, typer.Option("--check", help="Make nothing: read every shard that is there, count.")] = False,
+    check: Annotated[
+        bool, typer.Option("--check", help="Make nothing: read every shard that is there, count.")
+    ] = False,
 ) -> None:
     """Let the target answer prompts of many kinds. A run that was ended goes on behind its last whole shard."""
     _check_minutes(max_minutes)

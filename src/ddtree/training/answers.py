@@ -69,13 +69,17 @@ def load_answers(target: TargetPart, data: DataPart) -> Answers:
     """
     device, how = choose_device(target.device), data.decoder
     if how == "graphs" and device.type != "cuda":
-        raise InvalidOption(f"data.decoder graphs needs a GPU, and this is {device}: use auto or plain", param="decoder")
+        raise InvalidOption(
+            f"data.decoder graphs needs a GPU, and this is {device}: use auto or plain", param="decoder"
+        )
     if how in ("graphs", "plain") or (how == "auto" and device.type == "cuda"):
         with standing_on(device):
             found = load_pair(EngineConfig(target.model, "none", Speculation("ar"), target.device, target.dtype))
         if isinstance(found.target, LlamaTarget):
             graphs = device.type == "cuda" and how != "plain"
-            log.info("answers: %d at once on %s, %s", data.batch, device, "by CUDA graphs" if graphs else "without graphs")
+            log.info(
+                "answers: %d at once on %s, %s", data.batch, device, "by CUDA graphs" if graphs else "without graphs"
+            )
             return BatchAnswers(found.target, Text(found.folder), data.batch, data.max_length, graphs)
         if how != "auto":
             raise InvalidOption(f"data.decoder {how} cannot run {target.model}: use engine", param="decoder")

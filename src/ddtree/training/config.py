@@ -36,7 +36,7 @@ class DataPart:
     chats: int = 20000  # rounded up to whole shards
     shard_chats: int = 512  # chats in one file: what a killed run loses at most
     batch: int = 256  # chats that are answered at once
-    decoder: str = "auto"  # graphs: all rows a step, as CUDA graphs; plain: without graphs; engine. auto: graphs on a GPU
+    decoder: str = "auto"  # graphs: many rows a step, as CUDA graphs; plain: without; engine. auto: graphs on a GPU
     max_length: int = 512  # tokens of prompt and answer together
     max_tokens: int = 384  # of one answer
     turns: int = 1  # user turns of a chat, at most
@@ -131,7 +131,8 @@ class FitPart:
             _at_least(f"fit.{name}", getattr(self, name), 1)
         _at_least("fit.warmup", self.warmup, 0)
         for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
-                                ("beta2", 0, 0.99999), ("ema", 0, 0.999999), ("minutes", 0, 1e6), ("clip", 1e-9, 1e9)):  # fmt: skip
+                                ("beta2", 0, 0.99999), ("ema", 0, 0.999999), ("minutes", 0, 1e6),
+                                ("clip", 1e-9, 1e9)):  # fmt: skip
             _within(f"fit.{name}", getattr(self, name), low, high)
         _within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
         _one_of("fit.objective", self.objective, OBJECTIVES)

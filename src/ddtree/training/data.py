@@ -30,8 +30,9 @@ def generate_data(
 ) -> dict[str, Any]:
     """Write the shards that are missing. answers: instead of those of the target that the configuration names.
 
-    worker: of several that write into one folder at the same time, each takes the shards whose number modulo their count
-    is its own. Returns what is there now: shards, chats, tokens. Raises InvalidOption where the folder holds other data.
+    worker: of several that write into one folder at the same time, each takes the shards whose number modulo their
+    count is its own. Returns what is there now: shards, chats, tokens. Raises InvalidOption where the folder holds
+    other data.
     """
     c, began = config.data, time.monotonic()
     source = Source(c)

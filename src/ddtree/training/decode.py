@@ -1,8 +1,8 @@
 """Answers for hundreds of prompts at once: the host only counts steps, the device does all the rest.
 
-The engine serves requests: it computes prompts one by one and reads every token. For data neither is needed, so here all
-rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. On a GPU
-a step is one CUDA graph.
+The engine serves requests: it computes prompts one by one and reads every token. For data neither is needed, so here
+all rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. On a GPU a step
+is one CUDA graph.
 """
 
 import logging
@@ -142,9 +142,7 @@ class Decoder:
                 answers[index] = answer
         return answers
 
-    def _run(
-        self, prompts: list[Sequence[int]], limits: list[int], temperatures: list[float]
-    ) -> list[list[int]]:
+    def _run(self, prompts: list[Sequence[int]], limits: list[int], temperatures: list[float]) -> list[list[int]]:
         if self._rows is None:
             self._rows = Rows(self._target, self._batch, self._length)
             log.info("answers: %d rows of %d tokens, %.1f GiB of keys and values", self._batch, self._length,
@@ -203,8 +201,9 @@ class Decoder:
         self._graphs[key].replay()
 
     def _capture(self, batch: int, span: int, hot: bool) -> "torch.cuda.CUDAGraph":
-        """A step as a graph. The steps that compile its kernels are undone: they wrote one token and its keys, which the
-        real step writes again."""
+        """A step as a graph. The steps that compile its kernels are undone: they wrote a token and its keys, which the
+        real step writes again.
+        """
         rows = self._rows
         assert rows is not None
         began, drawn = time.monotonic(), torch.cuda.get_rng_state()

@@ -15,14 +15,14 @@ from ddtree.engine.device import standing_on
 from ddtree.errors import InvalidOption
 from ddtree.layers.fields import read_config
 from ddtree.target import Target
+from ddtree.training.answers import load_engine
 from ddtree.training.checkpoint import Run, weights_of
 from ddtree.training.config import TrainConfig
-from ddtree.training.answers import load_engine
 from ddtree.training.data import need_any
-from ddtree.training.fit import precision
 from ddtree.training.measure import Measures, measure
 from ddtree.training.model import DraftModel
 from ddtree.training.prompts import Prompt, read_prompts
+from ddtree.training.schedule import precision
 from ddtree.training.shards import Chat, read_all
 from ddtree.training.teacher import Teacher, load_target
 

@@ -2,11 +2,9 @@
 
 import copy
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,11 +19,11 @@ from ddtree.target import Target
 from ddtree.training import batches, shape
 from ddtree.training.attention import Blocks, flex_works
 from ddtree.training.checkpoint import Run
-from ddtree.training.config import FitPart, TrainConfig, as_dict
+from ddtree.training.config import TrainConfig, as_dict
 from ddtree.training.data import FREE, need_any
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Measures, measure
-from ddtree.training.model import DraftModel
+from ddtree.training.schedule import ahead, learning_rate, optimizer, precision
 from ddtree.training.shards import Chat, read_all, read_manifest
 from ddtree.training.teacher import Teacher, load_target
 
@@ -45,8 +43,8 @@ def fit(
     """Train, or go on where the last checkpoint is.
 
     target: instead of the one that the configuration names. stop_at: end at this step, with a checkpoint; the schedule
-    stays that of fit.steps. max_minutes: the same by the clock. ends_at: seconds as time.time() counts them, in the stead
-    of fit.minutes: what comes before the first step is in it then. Returns the last line of the log.
+    stays that of fit.steps. max_minutes: the same by the clock. ends_at: seconds as time.time() counts them, in
+    fit.minutes' stead: what comes before the first step is in it then. Returns the last line of the log.
     """
     target = target or load_target(config.target)
     with standing_on(target.spec.device):
@@ -88,7 +86,7 @@ class Trainer:
             self.raw, folder = json.loads(last["raw"]), None
         model = shape.build(self.raw, folder, spec, self.part.seed)
         self.model = model.to(spec.device)
-        self.optimizer = _optimizer(self.model, self.part, spec.device)
+        self.optimizer = optimizer(self.model, self.part, spec.device)
         self.step, self.best, self.seconds = 0, 0.0, 0.0
         self.sound = torch.ones((), dtype=torch.bool, device=spec.device)  # whether every loss so far was a number
         if last is not None:
@@ -146,13 +144,13 @@ class Trainer:
         line: dict[str, Any] = {"step": self.step, "steps": p.steps}
         with (
             tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar,
-            ThreadPoolExecutor(1) as ahead,
+            ahead(self.teacher.device) as maker,
         ):
-            coming = ahead.submit(self._parts, self.step)
+            ready = maker.submit(self._parts, self.step)
             late = self._over()
             while self.step < end and not late:
-                parts = coming.result()
-                coming = ahead.submit(self._parts, self.step + 1)
+                parts = ready.result()
+                ready = maker.submit(self._parts, self.step + 1)
                 loss, norm, rate = self._one_step(parts)
                 now = time.monotonic() - began
                 self.seconds = before + now
@@ -168,7 +166,6 @@ class Trainer:
                     shown = {k: f"{line[k]:.3f}" for k in ("loss", "chain", "tree@16") if k in line}
                     bar.set_postfix(shown | ({"best": f"{self.best:.3f}"} if self.best else {}))
                 bar.update(1)
-            coming.result()
         return line
 
     def _over(self) -> bool:
@@ -249,7 +246,9 @@ class Trainer:
         lengths = found.acceptance()
         if lengths["chain"] > self.best:
             self.best = lengths["chain"]
-            self.run_files.save("best", self._state() | {"model": model.state_dict(), "average": None, "optimizer": None})
+            self.run_files.save(
+                "best", self._state() | {"model": model.state_dict(), "average": None, "optimizer": None}
+            )
         return lengths
 
     def _state(self) -> dict[str, Any]:
@@ -265,35 +264,9 @@ class Trainer:
         }
 
 
-def learning_rate(part: FitPart, step: int, seconds: float = 0.0) -> float:
-    """Of step `step` (from 0): linear warm-up, then a cosine from lr to lr * final_lr, by steps or by the clock."""
-    if step < part.warmup:
-        return part.lr * (step + 1) / part.warmup
-    done = min(1.0, (step - part.warmup) / max(1, part.steps - part.warmup))
-    if part.minutes:
-        done = min(1.0, max(done, seconds / (part.minutes * 60)))
-    return part.lr * (part.final_lr + (1 - part.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
-
-
 def _said(hidden: Tensor, batch: batches.Batch) -> Tensor:
     """The target's hidden states at the positions before each label. hidden [B, T, H] -> [B * A * D, H]."""
     depths = batch.labels.shape[2]
     before = batch.anchors.unsqueeze(2) + torch.arange(depths, device=hidden.device)
     before = before.clamp(max=hidden.shape[1] - 1).flatten(1)
     return torch.cat([rows[at] for rows, at in zip(hidden, before, strict=True)])
-
-
-def _optimizer(model: DraftModel, part: FitPart, device: torch.device) -> torch.optim.AdamW:
-    """Matrices decay, norms and biases do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": part.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=part.lr, betas=(0.9, part.beta2), fused=device.type == "cuda")
-
-
-def precision(name: str, device: torch.device) -> torch.dtype:
-    """Of products: auto is bfloat16 on a GPU, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype
