@@ -5,8 +5,8 @@
 
 All GPUs make data first (--data, a share of the time), then each configuration is fitted on a GPU of its own until the
 time is nearly up, exported to WORK/export/NAME, and measured on the suite, on the prompts in --sets (evaluation_sets.py
-makes them) and at temperature 1. What happens is told in WORK/status.txt, a line each; every part has a log in WORK/logs.
-A part that fails is tried again in a plainer way, and does not stop the others. WORK/summary.json has all results.
+makes them) and at temperature 1. What happens is told in WORK/status.txt; every part has a log in WORK/logs. One
+that fails is tried again in a plainer way, and does not stop the others. WORK/summary.json has all results.
 """
 
 import argparse
@@ -102,7 +102,11 @@ class Show:
                     return
 
         _together(self.tell, [(work, (index, gpu)) for index, gpu in enumerate(workers)])
-        return self.part("check", "data-check", "cpu", config, sets, 120)
+        return any((self.work / "data").glob("shard-*.safetensors"))
+
+    def check(self) -> None:
+        """Read all shards and count, beside the fits."""
+        self.part("check", "data-check", "cpu", Path(self.given.data), [], 120)
 
     def sets(self) -> list[Path]:
         """Evaluation prompts."""
@@ -132,7 +136,8 @@ class Show:
             self.tell("FAILED: there are no data")
             return 1
         configs = [Path(config) for config in given.configs]
-        _together(self.tell, [(self.drafter, pair) for pair in zip(given.gpus, configs, strict=False)])
+        fits = [(self.drafter, pair) for pair in zip(given.gpus, configs, strict=False)]
+        _together(self.tell, [(self.check, ()), *fits])
         summary = self.work / "summary.json"
         summary.write_text(json.dumps(self.results, indent=1) + "\n", encoding="utf-8")
         made = [path.parent.name for path in (self.work / "export").glob("*/model.safetensors")]

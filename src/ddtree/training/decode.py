@@ -1,8 +1,8 @@
 """Answers for hundreds of prompts at once: the host only counts steps, the device does all the rest.
 
 The engine serves requests: it computes prompts one by one and reads every token. For data neither is needed, so here
-all rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. On a GPU a step
-is one CUDA graph.
+all rows stand at one position: a row whose prompt is longer takes the prompt's token instead of its own. On a GPU a
+step is one CUDA graph.
 """
 
 import logging
@@ -137,7 +137,8 @@ class Decoder:
         order = sorted(range(len(prompts)), key=lambda index: len(prompts[index]))
         for first in range(0, len(order), self._batch):
             some = order[first : first + self._batch]
-            found = self._run(*([values[index] for index in some] for values in (prompts, limits, temperatures)))
+            given = [prompts[index] for index in some]
+            found = self._run(given, [limits[index] for index in some], [temperatures[index] for index in some])
             for index, answer in zip(some, found, strict=True):
                 answers[index] = answer
         return answers

@@ -38,7 +38,8 @@ def weighted_loss(
     hidden, labels, weights = hidden[kept], labels[kept], weights[kept]
     own = None if teacher is None else teacher[kept]
     if model.config.final_logit_softcapping is None:
-        total: Tensor = _HeadLoss.apply(hidden, labels, weights, head, own, model.config.output_multiplier, rows)
+        run: Any = _HeadLoss.apply
+        total: Tensor = run(hidden, labels, weights, head, own, model.config.output_multiplier, rows)
         return total
     total = hidden.new_zeros((), dtype=torch.float32)
     for part in torch.arange(len(kept), device=hidden.device).split(rows):

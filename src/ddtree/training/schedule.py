@@ -28,8 +28,9 @@ class AtOnce:
 
 
 def ahead(device: torch.device) -> ThreadPoolExecutor | AtOnce:
-    """Who makes the next batch: on a GPU a thread, while the device computes. On a CPU its OpenMP threads would be in the
-    way of the main one's.
+    """Who makes the next batch: on a GPU a thread, while the device computes.
+
+    On a CPU its OpenMP threads would be in the way of the main one's.
     """
     return ThreadPoolExecutor(1) if device.type == "cuda" else AtOnce()
 
