@@ -14,7 +14,7 @@ from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
 from ddtree.training.answers import EngineAnswers, load_engine
 from ddtree.training.chats import ChatMaker
 from ddtree.training.config import DataPart, TrainConfig, read
-from ddtree.training.data import generate_data
+from ddtree.training.data import check_data, generate_data
 from ddtree.training.prompts import Banned, Source, read_prompts, templates
 from ddtree.training.shards import Chat, read_all, read_shard, shard_path, write_shard
 from tiny_run import END, run_file
@@ -73,6 +73,8 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('\n{"turns": ["three", "four"], "kind": "k"}')
     assert [(p.kind, p.text) for p in read_prompts(str(path))] == [("c", "one"), ("mine", "two"), ("k", "three")]
+    assert [p.later for p in read_prompts(str(path))] == [(), (), ("four",)]
+    assert "FOUR" in Banned.of(DataPart(exclude=(str(path),)))
     for line in (
         "[1]",
         "{",
@@ -118,6 +120,32 @@ def test_time_that_is_up_leaves_the_rest(fresh: TrainConfig) -> None:
     more = replace(fresh, data=replace(fresh.data, chats=24))
     found = generate_data(more, max_minutes=1e-9, quiet=True)
     assert (found["shards"], found["left"], found["written"]) == (2, 1, 0)
+
+
+def test_workers_share_the_shards(made: TrainConfig, tmp_path: Path) -> None:
+    """Two of them make what one makes, in a folder apart from the run's; the check reads it all."""
+    elsewhere = replace(made, data=replace(made.data, folder=str(tmp_path / "shared")))
+    first = generate_data(elsewhere, quiet=True, worker=(1, 2))
+    assert (first["shards"], first["left"], first["written"]) == (1, 1, 1)
+    assert not shard_path(elsewhere.data_folder, 0).exists()
+    assert check_data(elsewhere)["left"] == 1
+    assert generate_data(elsewhere, quiet=True, worker=(0, 2))["left"] == 0
+    assert same(list(read_all(elsewhere.data_folder)), list(read_all(made.data_folder)))
+    found = check_data(elsewhere)
+    assert (found["shards"], found["left"], found["answers"]) == (2, 0, sum(found["kinds"].values()))
+    assert found["tokens"] == sum(len(chat.ids) for chat in read_all(made.data_folder))
+    shard_path(elsewhere.data_folder, 0).write_bytes(b"12345678 nonsense")
+    with pytest.raises(DamagedFile, match="no whole shard"):
+        check_data(elsewhere)
+
+
+def test_later_turns_by_template_or_by_the_target() -> None:
+    source = Source(DataPart(templates=0.5, own=0.5))
+    said = [source.followup(number, 1) for number in range(400)]
+    assert 100 < sum(text is None for text in said) < 300
+    assert not any(text and ("{" in text or "@" in text) for text in said)
+    assert said != [source.followup(number, 2) for number in range(400)]
+    assert {source.start(number) for number in range(400)} > {"", "def "}
 
 
 def test_other_settings_in_the_same_folder_are_refused(fresh: TrainConfig) -> None:
