@@ -55,7 +55,7 @@ def test_loss_is_the_plain_formula_whatever_the_chunks(cap: float | None, times:
     for rows, (said, wanted) in itertools.product((1, 4, 100), ((None, entropy), (teacher, kl))):
         found = hidden.detach().clone().requires_grad_()
         loss = weighted_loss(model, found, labels, weights, head, said, rows)
-        assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-5)
+        assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
         (3 * loss).backward()
         assert found.grad is not None
         (plain,) = torch.autograd.grad(3 * wanted, hidden, retain_graph=True)
