@@ -235,8 +235,8 @@ def padded_dim(head_dim: int) -> int:
 
 
 def merge_width(packed: int, head_dim: int) -> int:
-    """Pairs of states merged at once, so that a program holds at most 16,384 numbers of them."""
-    return max(1, min(16, 8192 // (packed * padded_dim(head_dim))))
+    """Pairs of states merged at once, so that a program holds at most 16,384 numbers of their two."""
+    return max(1, min(8, 8192 // (packed * padded_dim(head_dim))))
 
 
 def _mode(rows: AttentionRows, work: AttentionWorkspace) -> int:

@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from ddtree.kernels.attention_places_jit import join, tail_begin
+from ddtree.kernels.attention_places_jit import edge_of, join, tail_begin
 
 
 @triton.jit
@@ -86,28 +86,15 @@ def store_state(
 
 
 @triton.jit
-def fold_run(
-    query, keys, values, depths, ancestors, begin, middle, end, committed, last,
-    row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
-    SCALE: tl.constexpr, G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, UNITS: tl.constexpr,
+def _fold_chunk(
+    q, keys, values, depths, ancestors, begin, end, committed, last,
+    row, b, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
+    SCALE: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, ROWS: tl.constexpr, KEYS: tl.constexpr,
+    WINDOW: tl.constexpr, INSIDE: tl.constexpr,
 ):  # fmt: skip
-    """The state of the keys begin .. end - 1 for ROWS packed query rows.
-
-    UNITS: 2: the keys from `middle` on are another chunk, whose state is made apart and joined to the first one's, as
-    `merge_states` does with two chunks that were made by two programs.
-    committed: on a tile's edge; every row sees all keys before it. tail: [ROWS], INSIDE 0: where the rows' tails begin.
-    """
-    d, live = tl.arange(0, HDP), row < n
-    at = (b.to(tl.int64) * n + row) * (KV * G) + head * G + r % G
-    q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
+    """The state of the keys begin .. end - 1 of one chunk, for ROWS packed query rows q."""
     peak, total, acc = _empty(ROWS, HDP)
-    held_peak, held_total, held_acc = peak, total, acc
     for first in range(begin, tl.minimum(end, committed), KEYS):
-        if UNITS == 2:
-            if first == middle:
-                held_peak, held_total, held_acc = peak, total, acc
-                peak, total, acc = _empty(ROWS, HDP)
         place = first + tl.arange(0, KEYS)
         k = _load(keys, place, True, HD, HDP, False)
         v = _load(values, place, True, HD, HDP, False)
@@ -116,10 +103,6 @@ def fold_run(
             seen = tl.abs(position[:, None] - place[None, :]) < WINDOW
         peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, WINDOW > 0)
     for first in tl.range(tl.maximum(begin, committed), end, KEYS, num_stages=1):
-        if UNITS == 2:
-            if first == middle:
-                held_peak, held_total, held_acc = peak, total, acc
-                peak, total, acc = _empty(ROWS, HDP)
         place = first + tl.arange(0, KEYS)
         k = _load(keys, place, place < last, HD, HDP, INSIDE > 0)
         v = _load(values, place, place < last, HD, HDP, INSIDE > 0)
@@ -128,14 +111,48 @@ def fold_run(
                 place, position, row, start, n, b, depths, ancestors, depths_b, ancestors_b, ancestors_n,
                 KEYS, INSIDE, WINDOW,
             )  # fmt: skip
-        else:  # the tile is a row's, or is in its tail
+        else:  # the whole tile is in a row's tail, or before it
             seen = (first < tail)[:, None]
             if WINDOW:
                 seen = seen & (tl.abs(position[:, None] - place[None, :]) < WINDOW)
         peak, total, acc = _fold(q, k, v, seen, peak, total, acc, SCALE, True)
-    if UNITS == 2:
-        peak, total, acc = join(held_peak, held_total, held_acc, peak, total, acc)
     return peak, total, acc
+
+
+@triton.jit
+def fold_run(
+    query, keys, values, depths, ancestors, chunk, left, committed, last,
+    row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
+    SCALE: tl.constexpr, G: tl.constexpr, KV: tl.constexpr, HD: tl.constexpr, HDP: tl.constexpr, FIRST: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, WINDOW: tl.constexpr, INSIDE: tl.constexpr, UNITS: tl.constexpr,
+):  # fmt: skip
+    """The state of UNITS chunks, from `chunk` on, for ROWS packed query rows: of their keys left .. last - 1.
+
+    Every chunk's state is made apart and joined to those before, as `merge_states` does with states that were kept.
+    committed: on a tile's edge; every row sees all keys before it. tail: [ROWS], INSIDE 0: where the rows' tails begin.
+    """
+    d, live = tl.arange(0, HDP), row < n
+    at = (b.to(tl.int64) * n + row) * (KV * G) + head * G + r % G
+    q = tl.load(query + at[:, None] * HD + d[None, :], mask=live[:, None] & (d < HD)[None, :], other=0.0)
+    if UNITS == 1:
+        begin, end = tl.maximum(edge_of(chunk, FIRST), left), tl.minimum(edge_of(chunk + 1, FIRST), last)
+        run_peak, run_total, run_acc = _fold_chunk(
+            q, keys, values, depths, ancestors, begin, end, committed, last,
+            row, b, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
+            SCALE, HD, HDP, ROWS, KEYS, WINDOW, INSIDE,
+        )  # fmt: skip
+    else:
+        run_peak, run_total, run_acc = _empty(ROWS, HDP)
+        for unit in range(UNITS):
+            begin = tl.maximum(edge_of(chunk + unit, FIRST), left)
+            end = tl.minimum(edge_of(chunk + unit + 1, FIRST), last)
+            peak, total, acc = _fold_chunk(
+                q, keys, values, depths, ancestors, begin, end, committed, last,
+                row, b, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
+                SCALE, HD, HDP, ROWS, KEYS, WINDOW, INSIDE,
+            )  # fmt: skip
+            run_peak, run_total, run_acc = join(run_peak, run_total, run_acc, peak, total, acc)
+    return run_peak, run_total, run_acc
 
 
 @triton.jit

@@ -151,9 +151,9 @@ def attend_kernel(
         store_state(peak_io, total_io, acc_io, at, ok, peak, total, acc, HD, HDP)
     elif begin < end:
         peak, total, acc = fold_run(
-            query, keys, values, depths, ancestors, begin, edge_of(chunk + 1, FIRST), end, committed, last,
+            query, keys, values, depths, ancestors, chunk, left, committed, last,
             row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
-            SCALE, G, KV, HD, HDP, ROWS, KEYS, WINDOW, INSIDE, UNITS,
+            SCALE, G, KV, HD, HDP, FIRST, ROWS, KEYS, WINDOW, INSIDE, UNITS,
         )  # fmt: skip
         store_state(peak_io, total_io, acc_io, (states + run) * (n * G) + r, row < n, peak, total, acc, HD, HDP)
     if WHOLE and ((place < tails) | (begin < end)):
