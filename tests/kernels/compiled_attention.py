@@ -86,6 +86,11 @@ def fold_of(ptx: str) -> str:
     return " ".join(line for line in lines[first:second] if line.startswith(kept) and "64" not in line)
 
 
+def loops_of(ttir: str) -> list[int]:
+    """How many values each loop carries along: Triton 3.6 forgets one that begins as another one's tensor."""
+    return [line.split("iter_args(")[1].split(") ->")[0].count(" = ") for line in ttir.splitlines() if "iter_args(" in line]
+
+
 def rest(capability: int, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Any]]:
     """qkv with norms, and commit."""
     from ddtree.kernels import commit_jit, qkv_jit
@@ -107,7 +112,10 @@ def main() -> None:
         ]:
             kinds = [attention(capability, dtype, dim, inside) for inside in map(int, sys.argv[3].split(","))]
             for name, compiled in chain(*kinds, rest(capability, dtype, dim)):
-                report[name] = [compiled.metadata.shared, SHARED[capability], fold_of(compiled.asm["ptx"])]
+                report[name] = [
+                    compiled.metadata.shared, SHARED[capability], fold_of(compiled.asm["ptx"]),
+                    loops_of(compiled.asm["ttir"]),
+                ]  # fmt: skip
     print(json.dumps(report))
 
 

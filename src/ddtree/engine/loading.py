@@ -40,6 +40,7 @@ def load_pair(config: EngineConfig) -> Loaded:
         sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
         head = target.rounded_head() if rounded else target.head
         drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded)
+        target.expect_depth(drafter.config.depths)
     return Loaded(target, drafter, folder, (config.model, drafter_folder.name if drafter_folder else None))
 
 

@@ -138,18 +138,19 @@ def attend_kernel(
     chunk = run * UNITS
     begin, end = tl.maximum(edge_of(chunk, FIRST), left), tl.minimum(edge_of(chunk + UNITS, FIRST), last)
     states = line.to(tl.int64) * (runs + 1)
-    if place < tails:
-        g = tl.arange(0, TAIL_ROWS)
-        own = start + tl.load(depths + b * depths_b + place).to(tl.int32)
-        peak, total, acc = fold_tail(
-            query, keys, values, paths, place, b, head, start, own, n,
-            SCALE, G, GP, KV, HD, HDP, TAIL_ROWS, KEYS, DEEPEST, WINDOW,
-        )  # fmt: skip
-        copies: tl.constexpr = TAIL_ROWS // GP
-        at = (states + runs) * (n * G) + place * G + g // copies
-        ok = (g % copies == 0) & (g // copies < G)
-        store_state(peak_io, total_io, acc_io, at, ok, peak, total, acc, HD, HDP)
-    elif begin < end:
+    if TAILS:
+        if place < tails:
+            g = tl.arange(0, TAIL_ROWS)
+            own = start + tl.load(depths + b * depths_b + place).to(tl.int32)
+            peak, total, acc = fold_tail(
+                query, keys, values, paths, place, b, head, start, own, n,
+                SCALE, G, GP, KV, HD, HDP, TAIL_ROWS, KEYS, DEEPEST, WINDOW,
+            )  # fmt: skip
+            copies: tl.constexpr = TAIL_ROWS // GP
+            at = (states + runs) * (n * G) + place * G + g // copies
+            ok = (g % copies == 0) & (g // copies < G)
+            store_state(peak_io, total_io, acc_io, at, ok, peak, total, acc, HD, HDP)
+    if (place >= tails) & (begin < end):
         peak, total, acc = fold_run(
             query, keys, values, depths, ancestors, chunk, left, committed, last,
             row, r, b, head, start, position, tail, n, depths_b, ancestors_b, ancestors_n,
