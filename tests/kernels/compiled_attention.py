@@ -88,7 +88,9 @@ def fold_of(ptx: str) -> str:
 
 def loops_of(ttir: str) -> list[int]:
     """How many values each loop carries along: Triton 3.6 forgets one that begins as another one's tensor."""
-    return [line.split("iter_args(")[1].split(") ->")[0].count(" = ") for line in ttir.splitlines() if "iter_args(" in line]
+    return [
+        line.split("iter_args(")[1].split(") ->")[0].count(" = ") for line in ttir.splitlines() if "iter_args(" in line
+    ]
 
 
 def rest(capability: int, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Any]]:

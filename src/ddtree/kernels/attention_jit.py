@@ -7,8 +7,8 @@ its tail, the keys from `tail_begin(p)` on, gathered in the order of its path, a
 that: chunks are at fixed absolute positions, and all their keys are committed whatever the row's depth. So which states
 a row has, and how each is made, depends on its position alone.
 States are joined in a fixed order: each two chunks, then MERGE pairs at once, then the tail. Who joins is free: with
-few rows every chunk has a program, so that there are enough of them; with many rows a program takes two chunks and joins
-them itself (UNITS 2), which halves what is written and read, and the merge makes the tails (TAILS 0).
+few rows every chunk has a program, so that there are enough of them; with many rows a program takes two chunks and
+joins them itself (UNITS 2), which halves what is written and read, and the merge makes the tails (TAILS 0).
 What adds up in an order that a layout of threads could change happens in tiles of one shape whose rows are whole within
 a warp, or under one number of warps; the rest goes element by element.
 Numbers that differ between rounds are never specialised: one binary serves every batch and every number of rows.
@@ -138,7 +138,7 @@ def attend_kernel(
     chunk = run * UNITS
     begin, end = tl.maximum(edge_of(chunk, FIRST), left), tl.minimum(edge_of(chunk + UNITS, FIRST), last)
     states = line.to(tl.int64) * (runs + 1)
-    if TAILS:
+    if TAILS:  # noqa: SIM102 - compile-time: without tails, none of this is compiled
         if place < tails:
             g = tl.arange(0, TAIL_ROWS)
             own = start + tl.load(depths + b * depths_b + place).to(tl.int32)
@@ -178,4 +178,6 @@ def attend_kernel(
                     tail_peak, tail_total, tail_acc = kept_tail(
                         peak_io, total_io, acc_io, i, b, head, n, chunks, G, GP, KV, HD, HDP, UNITS
                     )
-                answer(peak, total, acc, tail_peak, tail_total, tail_acc, out, i, b, head, n, G, KV, HD, HDP, GP, INSIDE)
+                answer(
+                    peak, total, acc, tail_peak, tail_total, tail_acc, out, i, b, head, n, G, KV, HD, HDP, GP, INSIDE
+                )
