@@ -64,7 +64,11 @@ def attention(capability: int, dtype: torch.dtype, dim: int, inside: int, window
         "DEEPEST": DEEPEST,
     }  # fmt: skip
     at = f"sm_{capability} {TYPES[dtype]} hd{dim} inside{inside} window{window}"
+    seen = set()  # without tails some ways are the same
     for way, (how, whole) in launches(capability, tiles, dtype, dim).items():
+        if (key := (how.rows, how.units, inside == 0 and how.tails, whole)) in seen:
+            continue
+        seen.add(key)
         own = shape | {"UNITS": how.units, "TAILS": inside == 0 and how.tails}
         folds = own | {"ROWS": how.rows, "WHOLE": whole, "ASK": how.ask}
         options = {"num_warps": how.warps, "num_stages": how.stages}
