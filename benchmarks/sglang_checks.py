@@ -41,7 +41,7 @@ def context(server: Server, asked: Asked) -> dict[str, Any]:
     for prompt in [*asked.prompts] * 50:
         ids += prompt
     ids = ids[: asked.context - 60]
-    answer = server.generate(ids, 200)
+    answer = server.generate(ids, asked.context - len(ids))
     reason = answer["meta_info"]["finish_reason"]["type"]
     again = server.generate(asked.prompts[0], 16)["output_ids"] == asked.answers[0][:16]
     told = len(answer["output_ids"])

@@ -14,10 +14,14 @@ of the target in float32 (transformers). Needs SGLang as in docs/sglang.md; ddtr
 
 import argparse
 import json
+import re
+import signal
 import sys
 import time
+import traceback
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -98,7 +102,7 @@ def answers(run: Run, server: Server, tokens: int) -> list[list[int]]:
     return ids
 
 
-def measure(run: Run, server: Server, level: int, rates: dict[str, dict[str, list[float]]]) -> None:
+def measure(run: Run, level: int, rates: dict[str, dict[str, list[float]]], server: Server) -> None:
     """One turn of one server: tokens per second, and at one request the milliseconds of a round."""
     tokens = run.options.max_tokens
     prompts = [*run.prompts] * (1 + 2 * level // len(run.prompts))
@@ -123,7 +127,7 @@ def turns(run: Run, servers: Sequence[Server]) -> None:
         for turn in range(-1, run.options.turns):
             at = turn % max(len(servers), 1)
             order = [*servers[at:], *servers[:at]]
-            each(order, lambda server: measure(run, server, level, {} if turn < 0 else rates))
+            each(order, partial(measure, run, level, {} if turn < 0 else rates))
             for name, mine in rates.items():
                 told = {key: judge.interval(values) for key, values in mine.items()}
                 for base in ("plain", "dflash", "linear"):
@@ -139,7 +143,8 @@ def stages(run: Run, servers: Sequence[Server]) -> None:
     for server in servers:
         if "@metrics" in server.name and server.problem is None:
             lines = [line for line in server.metrics().splitlines() if line.startswith("ddtree_")]
-            seconds = {line.split('stage="')[1].split('"')[0]: float(line.split()[-1]) for line in lines if 'stage="' in line and "_total" in line}
+            told = re.findall(r'stage_seconds_total\{[^}]*stage="(\w+)"[^}]*\} (\S+)', "\n".join(lines))
+            seconds = {stage: float(value) for stage, value in told}
             rounds = run.report["servers"][server.name].get("rounds") or []
             run.note(server.name, stage_seconds=seconds, counters=lines, rounds_alone=sum(filter(None, rounds)))
             run.say(server.name, "stage seconds", {k: round(v, 3) for k, v in seconds.items()})
@@ -154,9 +159,15 @@ def check(run: Run, servers: Sequence[Server], names: Sequence[str], found: dict
         told: dict[str, Any] = {}
         own = [name for name, extra in checks.OWN.items() if server.name.endswith(extra)]
         for name in own or [name for name in names if name in checks.CHECKS]:
+            if server.problem is not None:
+                break
             action = checks.together if own else checks.CHECKS[name]
-            result = each([server], lambda server, action=action: action(server, asked)).get(server.name)
-            told[name] = result or {"ok": False, "problem": server.problem}
+            try:
+                told[name] = action(server, asked)
+            except (OSError, RuntimeError, ValueError, KeyError) as error:
+                told[name] = {"ok": False, "problem": f"{type(error).__name__}: {error}"}
+                if server.problem is None and not server.healthy():
+                    server.fail(f"check {name}: {error}")
             if server.mode == "plain":
                 plain[name] = told[name]
             short = {k: v for k, v in told[name].items() if k not in ("judged", "drawn")}
@@ -184,14 +195,23 @@ def conclude(run: Run) -> None:
         run.write()
         run.say("regret", name, regret)
     if run.options.engine:
-        modes = {name: parts(name) for name in with_ids if parts(name)[0] in MODES and "@" not in name}
-        named = {name: (MODES[mode], budget or 31) for name, (mode, budget, _) in modes.items()}
-        wanted = (run.options.target, run.options.drafter, run.options.dtype)
-        run.report["engine"] = {}
+        beside_ours(run, with_ids)
+
+
+def beside_ours(run: Run, servers: dict[str, Any]) -> None:
+    """Acceptance in our own engine; what goes wrong there is told, and costs no other result."""
+    modes = {name: parts(name) for name in servers if parts(name)[0] in MODES and "@" not in name}
+    named = {name: (MODES[mode], budget or 31) for name, (mode, budget, _) in modes.items()}
+    wanted = (run.options.target, run.options.drafter, run.options.dtype)
+    found = run.report["engine"] = {}
+    try:
         for name, own in judge.ours(*wanted, named, run.prompts, run.options.max_tokens):
-            run.report["engine"][name] = judge.beside_ours(with_ids[name], own)
-            run.say("our engine", name, run.report["engine"][name])
+            found[name] = judge.beside_ours(servers[name], own)
+            run.say("our engine", name, found[name])
             run.write()
+    except Exception as error:
+        traceback.print_exc()
+        found["problem"] = f"{type(error).__name__}: {error}"
 
 
 def smoke(run: Run, servers: Sequence[Server]) -> None:
@@ -231,6 +251,7 @@ def stop(servers: Sequence[Server]) -> None:
 
 def main() -> None:
     """See the top of the file."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # servers would outlive it
     run = Run(_options())
     names = run.options.only.split(",")
     for name in run.options.checks.split(","):
@@ -292,7 +313,9 @@ def _options() -> argparse.Namespace:
     made.add_argument("--turns", type=int, default=5, help="0: no times")
     made.add_argument("--max-tokens", type=int, default=128)
     made.add_argument("--context", type=int, default=2048)
-    made.add_argument("--memory", type=float, default=0.5, help="--mem-fraction-static; neighbours' memory counts in it")
+    made.add_argument(
+        "--memory", type=float, default=0.5, help="--mem-fraction-static; neighbours' memory counts in it"
+    )
     made.add_argument("--tokens", type=int, default=65536, help="--max-total-tokens of every server")
     made.add_argument("--start-s", type=float, default=240, help="for a server to come up")
     made.add_argument("--limit-s", type=float, default=540, help="for the servers; judging comes after it")

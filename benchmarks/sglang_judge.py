@@ -1,4 +1,4 @@
-"""Figures of SGLang servers: acceptance by our definition, paired ratios, float32 regret, and our engine beside them."""
+"""Figures of SGLang servers: acceptance by our definition, paired ratios, float32 regret, and our own engine's."""
 
 import random
 import statistics
@@ -75,9 +75,10 @@ def ours(
     from ddtree.config import EngineConfig, SamplingParams, Speculation
     from ddtree.engine import Engine
 
-    engine = Engine.load(
-        EngineConfig(model=target, drafter=drafter, device="cuda", dtype=dtype, prefix_caching=False, max_model_len=2048)
+    config = EngineConfig(
+        model=target, drafter=drafter, device="cuda", dtype=dtype, prefix_caching=False, max_model_len=2048
     )
+    engine = Engine.load(config)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     for name, (mode, budget) in modes.items():
         speculation = Speculation(mode=mode, tree_budget=budget, tree_top_k=8)

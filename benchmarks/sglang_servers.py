@@ -36,6 +36,7 @@ FIXED = {
     "eager": ["--cuda-graph-backend-decode", "disabled"],
     "nooverlap": ["--disable-overlap-schedule"],
 }
+ENVIRONMENT = {"nopdl": {"DDTREE_OVERLAP": "0"}}  # our kernels without programmatic dependent launch
 LINES = 60  # of a dead server's log
 BROKEN = ("Scheduler hit an exception", "SIGQUIT received")  # SGLang then takes a minute to end, and answers nothing
 MODES = {"linear": "linear", "shadow": "shadow-linear", "tree": "tree"}
@@ -151,11 +152,15 @@ def parts(name: str) -> tuple[str, int | None, list[str]]:
     if found is None:
         raise ValueError(
             f"{name!r}: write plain, dflash, linear, shadow or tree, a budget, and modifiers from "
-            f"@{', @'.join([*FIXED, *(f'{key}N' for key in NUMBERED), 'tpN'])}"
+            f"@{', @'.join([*FIXED, *ENVIRONMENT, *(f'{key}N' for key in NUMBERED), 'tpN'])}"
         )
     extras = [word for word in found["extras"].split("@") if word]
     for word in extras:
-        if word not in FIXED and not re.fullmatch(f"({'|'.join([*NUMBERED, 'tp'])})\\d+", word):
+        if (
+            word not in FIXED
+            and word not in ENVIRONMENT
+            and not re.fullmatch(f"({'|'.join([*NUMBERED, 'tp'])})\\d+", word)
+        ):
             raise ValueError(f"{name!r}: @{word} is unknown")
     return found["mode"], int(found["budget"]) if found["budget"] else None, extras
 
@@ -176,7 +181,7 @@ def words_of(name: str, settings: Settings) -> tuple[list[str], int]:
             words += FIXED[extra]
         elif key == "tp":
             gpus = int(number)
-        elif key != "block" or mode != "plain":
+        elif extra not in ENVIRONMENT and (key != "block" or mode != "plain"):
             words += [NUMBERED[key], str(int(number) / 100) if key == "optimism" else number]
     return [*words, "--tp-size", str(gpus)], gpus
 
@@ -200,7 +205,9 @@ def start(names: Sequence[str], settings: Settings) -> list[Server]:
                 command,
                 stdout=output,
                 stderr=subprocess.STDOUT,
-                env=environment | ({"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {}),
+                env=environment
+                | ({"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {})
+                | {k: v for extra in parts(name)[2] for k, v in ENVIRONMENT.get(extra, {}).items()},
                 start_new_session=True,
             )
         servers.append(Server(name, port, process, log, settings))

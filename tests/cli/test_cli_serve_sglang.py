@@ -51,9 +51,7 @@ def test_it_runs_the_command(ddtree: Command, monkeypatch: pytest.MonkeyPatch) -
 
 
 @pytest.mark.parametrize(("port", "code", "said"), [("9", 1, "would fail"), ("11", 0, ""), ("many", 1, "--port must")])
-def test_doctor_looks_first(
-    ddtree: Command, monkeypatch: pytest.MonkeyPatch, port: str, code: int, said: str
-) -> None:
+def test_doctor_looks_first(ddtree: Command, monkeypatch: pytest.MonkeyPatch, port: str, code: int, said: str) -> None:
     """A port in use is a finding that would fail."""
     seen: list[Asked] = []
     ran: list[str] = []
