@@ -135,7 +135,8 @@ def turns(run: Run, servers: Sequence[Server]) -> None:
                         told[f"over_{base}"] = judge.ratios(mine, rates[base])
                 run.note(name, rates=told)
         steps = {name: [f"{x:.3f}" for x in mine.get("step_ms", [])][:5] for name, mine in rates.items()}
-        run.say("level", level, {name: round(mine[str(level)][-1]) for name, mine in rates.items()}, steps)
+        speeds = {name: round(mine[str(level)][-1]) for name, mine in rates.items() if str(level) in mine}
+        run.say("level", level, speeds, steps)
 
 
 def stages(run: Run, servers: Sequence[Server]) -> None:

@@ -26,6 +26,7 @@ NUMBERED = {  # modifier -> SGLang's flag
     "context": "--context-length",
     "optimism": "--schedule-conservativeness",  # in hundredths: the lower, the more requests are let in at once
     "block": "--speculative-num-draft-tokens",
+    "log": "--decode-log-interval",
 }
 FIXED = {
     "triton": ["--attention-backend", "triton"],
