@@ -104,7 +104,7 @@ def make_drafter(folder: Path, *, right: bool) -> None:
 def prompts(count: int) -> list[list[int]]:
     """Random tokens, of growing length."""
     torch.manual_seed(3)
-    return [torch.randint(20, SIZE, (5 + 7 * index,)).tolist() for index in range(count)]
+    return [torch.randint(20, SIZE, (5 + 13 * index,)).tolist() for index in range(count)]
 
 
 def ask(server: Server, asked: Sequence[list[int]], tokens: int) -> dict[str, Any]:
@@ -144,7 +144,13 @@ def main() -> None:
     words = ["--context-length", "1024", "--mem-fraction-static", "0.5", "--max-total-tokens", "16384"]
     words += ["--max-running-requests", "8", "--cuda-graph-max-bs-decode", "4", "--sampling-backend", "pytorch"]
     words += ["--cuda-graph-backend-prefill", "disabled", "--attention-backend", "triton", "--dtype", "float16"]
-    words += ["--max-mamba-cache-size", "32", *options.passed]
+    words += [
+        "--max-mamba-cache-size",
+        "32",
+        "--mamba-track-interval",
+        "64",
+        *options.passed,
+    ]  # prefixes of 64 are kept
     report: dict[str, Any] = machine() | {"servers": {}}
     servers: list[tuple[str, Server]] = []
     asked = prompts(options.prompts)
