@@ -150,7 +150,7 @@ def main() -> None:
         "--mamba-track-interval",
         "64",
         *options.passed,
-    ]  # prefixes of 64 are kept
+    ]
     report: dict[str, Any] = machine() | {"servers": {}}
     servers: list[tuple[str, Server]] = []
     asked = prompts(options.prompts)
