@@ -62,6 +62,8 @@ def make_target(folder: Path) -> None:
         head[list(SAID)] = torch.randn(len(SAID), HIDDEN) * 0.5
         head[list(SAID), 0] = 12.0
     model.half().save_pretrained(folder)
+    written = json.loads((folder / "config.json").read_text())  # SGLang reads the layers' kinds from an interval
+    (folder / "config.json").write_text(json.dumps(written | {"full_attention_interval": LAYERS}))
     words = {f"w{index}": index for index in range(SIZE)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w2"))
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="w0").save_pretrained(folder)
