@@ -130,6 +130,7 @@ def main() -> None:
     made.add_argument("--prompts", type=int, default=6)
     made.add_argument("--max-tokens", type=int, default=96)
     made.add_argument("--start-s", type=float, default=240)
+    made.add_argument("--tp", type=int, default=1, help="GPUs that share the model: 1 or 2")
     made.add_argument("--limit", type=float, default=0.1, help="largest float32 regret, in logits")
     made.add_argument("--make-only", action="store_true", help="only make the models, and say what the target does")
     made.add_argument("passed", nargs="*", help="after --: options for every server")
@@ -160,7 +161,7 @@ def main() -> None:
         for kind, names in SERVERS.items():
             logs = folder / f"logs-{kind}"
             logs.mkdir(exist_ok=True)
-            settings = Settings(str(target), str(folder / kind), logs, words)
+            settings = Settings(str(target), str(folder / kind), logs, words, options.tp)
             servers += [(kind, server) for server in start(names, settings)]
         wait([server for _, server in servers], options.start_s)
         for kind, server in servers:
