@@ -1,5 +1,6 @@
 """What lives from round to round: plans that are written once, and masks that fit."""
 
+from dataclasses import astuple
 from types import SimpleNamespace
 from typing import Any
 
@@ -43,7 +44,7 @@ def test_a_plan_of_its_own_is_written_and_taken_back() -> None:
     made = room()
     usual, before = made.planned[0], made.plan.settings.clone()
     assert made.tell([usual, SHADOW], WIDTH)
-    assert made.plan.settings[1].tolist() == [1, 1, 3, 0, 8, BLOCK - 1]
+    assert made.plan.settings[1].tolist() == list(astuple(SHADOW))
     assert made.shadows.tolist()[:3] == [False, True, False]
     assert not made.tell([usual], WIDTH)  # the second request left
     assert not made.tell([usual, usual], WIDTH)
