@@ -42,14 +42,16 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, save_checkpoint(drafter, raw, random_tensors(raw))
 
 
-def load(folders: tuple[Path, Path], device: torch.device, ids: range | None = None) -> Engine:
+def load(folders: tuple[Path, Path], device: torch.device, ids: range | None = None, **config) -> Engine:
     target = LlamaTarget.load(folders[0], torch.float32, device)
     sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
     vocabulary = None if ids is None else torch.tensor(ids, device=device)
     head = target.draft_head(vocabulary)
     drafter = DFlashDrafter.load(folders[1], target.embed, head, sizes, torch.float32, device, vocabulary=vocabulary)
     speculation = Speculation("tree", 7, 3)
-    return Engine(target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3))
+    return Engine(
+        target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3, **config)
+    )
 
 
 def answers(engine: Engine, lanes) -> list:
@@ -82,10 +84,11 @@ def facts(generation) -> tuple:
         (CONTEXTS, None),
         ([*CONTEXTS[:2], HOST_LANE], None),
         (LANES[:3], range(1, 61, 2)),
+        (CONTEXTS[:2], range(1, 61, 2)),
     ],
     ids=[
         "device alone", "with the host's part", "with texts", "with texts and the host's part",
-        "drafts of a part of the vocabulary",
+        "drafts of a part of the vocabulary", "and with texts",
     ],
 )  # fmt: skip
 def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
