@@ -84,10 +84,11 @@ def facts(generation) -> tuple:
         (CONTEXTS, None),
         ([*CONTEXTS[:2], HOST_LANE], None),
         (LANES[:3], range(1, 61, 2)),
+        (CONTEXTS[:2], range(1, 61, 2)),
     ],
     ids=[
         "device alone", "with the host's part", "with texts", "with texts and the host's part",
-        "drafts of a part of the vocabulary",
+        "drafts of a part of the vocabulary", "and with texts",
     ],
 )  # fmt: skip
 def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
