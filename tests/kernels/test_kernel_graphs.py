@@ -4,6 +4,7 @@ way taken in silence. Without a card the graphs are fakes (graph_fakes.py) and t
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -35,6 +36,7 @@ PLAIN: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, seed=2, ignor
 TOLD: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=3, grammar=WORDS, presence_penalty=1))
 SAMPLED: Lane = (LINEAR, SamplingParams(max_tokens=7, temperature=1.3, seed=4, grammar=WORDS))
 SHADOWED: Lane = (SHADOW, SamplingParams(max_tokens=5, temperature=0.7, seed=5, grammar=WORDS, logprobs=1))
+OWN_TEXT: Lane = (replace(TREE, tree_context="mix"), GRAMMAR[1])
 ALONE: Lane = (Speculation("ar"), SamplingParams(max_tokens=3, seed=6, grammar=JSON))
 # Only where they run in the interpreter.
 LONG = [] if torch.cuda.is_available() else [pytest.mark.full]
@@ -51,6 +53,7 @@ MIXES = [
     pytest.param([GRAMMAR, PLAIN], id="beside plain"),
     pytest.param([GRAMMAR, TOLD, PLAIN], id="a filter", marks=LONG),
     pytest.param([SAMPLED, SHADOWED, ALONE, GRAMMAR], id="all modes", marks=LONG),
+    pytest.param([OWN_TEXT, TOLD], id="its own text", marks=LONG),
 ]
 
 
