@@ -9,10 +9,10 @@ import torch
 
 from ddtree.config import Speculation
 from ddtree.engine import Engine
+from ddtree.engine.graphs import recording
 from ddtree.engine.observer import STAGES, RoundRecord, Unobserved
 from ddtree.engine.prompts import Prompts
 from ddtree.engine.round import Batch, run_round
-from ddtree.engine.runner import recording
 from gpu_shapes import Made, batch_at, with_draft_in_8_bits
 from gpu_timing import alternate_blocks, spread, step_ms, summary, wall_ms
 

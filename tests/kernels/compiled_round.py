@@ -30,9 +30,9 @@ from ddtree.kernels import (
 
 # What a pointer points to, where it is not int64.
 POINTERS = {
-    **dict.fromkeys(["maxima"], "i32"),
+    **dict.fromkeys(["maxima", "masks"], "i32"),
     **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms"], "fp32"),
-    **dict.fromkeys(["member", "tree", "done", "ended"], "u8"),
+    **dict.fromkeys(["member", "tree", "done", "ended", "limited"], "u8"),
     **dict.fromkeys(["temperatures"], "fp64"),
 }
 INT64 = {
@@ -92,7 +92,9 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     for dtype in ("bf16", "fp16", "fp32") if every else ("bf16",):
         shape = {"width": 128, "per_segment": 32}
         yield f"select.scan {dtype}", compiled(select_jit.scan, capability, shape, dtype)
-        yield f"choose.scan {dtype}", compiled(choose_jit.scan, capability, {"block": 4096}, dtype)
+        for masked in (False, True):
+            shape = {"block": 4096, "masked": masked}
+            yield f"choose.scan {dtype} masked{masked:d}", compiled(choose_jit.scan, capability, shape, dtype)
     yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
     for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
         shape = {

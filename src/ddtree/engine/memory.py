@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
+from ddtree.engine.consult import mask_words
 from ddtree.engine.modes import MODES, depths_needed, max_rows
 from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
@@ -163,10 +164,18 @@ class Planner:
         return size if self._drafter is None else size + self._drafter.states(self._chunk)
 
     def _graphs(self, requests: int, length: int) -> int:
-        """Each graph keeps its attention's memory and its logits; what else a round takes, graphs share."""
+        """Each shape keeps its attention's memory, each graph its logits; what else a round takes, graphs share."""
         rows, most = self._captured or 1, bucket(requests)
-        own = sum(self._attention(batch, rows, length) + self._logits(batch, rows) for batch in buckets(requests))
+        own = sum(
+            self._attention(batch, rows, length) + self._logits(batch, rows) + self._split(batch, rows)
+            for batch in buckets(requests)
+        )
         return own + self._choices(most, rows) + self._states(most, rows)
+
+    def _split(self, batch: int, rows: int) -> int:
+        """What a round in two graphs keeps between them beside: its own logits, features, and a mask of every row."""
+        features = batch * rows * self._target.features * self._dtype.itemsize
+        return self._logits(batch, rows) + features + batch * rows * mask_words(self._vocab) * 4
 
 
 def _drafter_model(drafter: Drafter) -> _Model:

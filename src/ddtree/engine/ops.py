@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from ddtree import kernels
+from ddtree.engine.consult import UNTOLD, HostPart, read_trees, tree_table
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import greedy
 from ddtree.kernels import Plan, PlanRow
@@ -26,6 +27,9 @@ class Ops(Protocol):
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """Lay the rows of every sequence."""
+
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """What the host adds to the choice, where a device makes it and cannot do so alone. logits: [B, N, V]."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """[B, N] int64: the token that follows each row; -1 where none can. logits: [B, N, V]."""
@@ -91,6 +95,9 @@ class HostOps:
                     state.member[index] = False
                     state.member[index, layout.chain] = True
 
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """Nothing: here the host makes the choice itself."""
+
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """See Ops.choose."""
         if all(lane.sampler.plain for lane in batch.lanes):
@@ -147,8 +154,8 @@ def report(state: RoundState, tree: Accepted | None) -> Tensor:
 def choose_by_samplers(batch: "Batch", logits: Tensor) -> Tensor:
     """Each sequence's rows by its own sampler. Returns: [B, N] int64, -1 on padding."""
     own = torch.full(logits.shape[:2], -1, dtype=torch.int64, device=logits.device)
-    for index, (lane, position) in enumerate(zip(batch.lanes, batch.state.position.tolist(), strict=False)):
-        rows = batch.host_rows(index)
+    trees = read_trees(tree_table(batch.state).tolist())
+    for index, (lane, (position, rows)) in enumerate(zip(batch.lanes, trees, strict=False)):
         used = logits[index, : len(rows)]
         own[index, : len(used)] = greedy(used) if lane.sampler.plain else lane.sampler.choose(used, rows, position)
     return own
@@ -170,6 +177,7 @@ class DeviceOps:
     ranks: int  # K
     texts: TextStore | None = None  # where sequences draft from their own text
     said: Said | None = None  # by the texts, of the round
+    host: HostPart | None = None  # None: the device chooses every token by itself
 
     @classmethod
     def allocate(
@@ -214,12 +222,20 @@ class DeviceOps:
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width)
         batch.state.width = self.width
 
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """See Ops.consult. Waits for the trees."""
+        if self.host is not None:
+            with batch.observer.stage("accept"):
+                self.host.fill(batch.lanes, read_trees(tree_table(batch.state).tolist()), logits)
+
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """See Ops.choose."""
-        if any(lane.sampler.temperature is None for lane in batch.lanes):
-            return choose_by_samplers(batch, logits)
         depths = batch.state.depths[:, : self.width]
-        return kernels.choose(logits, self.seeds, batch.state.position, depths, self.temperatures)
+        asked = (logits, self.seeds, batch.state.position, depths, self.temperatures)
+        if self.host is None:
+            return kernels.choose(*asked)
+        own = kernels.choose(*asked, allowed=self.host.allowed)
+        return torch.where(self.host.told == UNTOLD, own, self.host.told)
 
     def accept(self, batch: "Batch", own: Tensor) -> Accepted | None:
         """See Ops.accept."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
-from ddtree.engine.runner import recording
+from ddtree.engine.graphs import recording
 from ddtree.engine.slots import SlotStore
 from ddtree.layers import KVCache
 from ddtree.target import Target

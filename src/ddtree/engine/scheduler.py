@@ -210,10 +210,11 @@ class Scheduler:
         """One round of everything that runs; on a GPU the next one is launched before this one is read."""
         started = time.perf_counter()
         flight = self._flight
-        if flight is None:
+        if flight is None or not self._goes_on(flight):
             if self._batch is None:
                 self._batch = self._runner.make(self._running, self.observer)
             flight = self._launch(self._batch)
+        flight.pending.settle()
         ahead = self._batch is not None and not self._reads_logits() and self._runner.runs_ahead(self._batch)
         self._flight = self._launch(self._batch) if ahead and self._batch is not None else None
         news = self._read(flight, started)
@@ -222,6 +223,12 @@ class Scheduler:
         if not self._running:
             self._flight = None  # nobody is left whom it could concern
         return news
+
+    def _goes_on(self, flight: Flight) -> bool:
+        """Whether a launched round is of use: one that still waits for the host would commit into the slot of a
+        sequence that has left, which may be another's by now. Dropped, it has committed nothing.
+        """
+        return not flight.pending.waits or all(request in self._running for request in flight.requests)
 
     def _launch(self, batch: Batch) -> "Flight":
         return Flight(self._runner.launch(batch), list(self._running), batch.depth)
@@ -254,7 +261,7 @@ class Scheduler:
                 pending.logits[index, pending.path[index, : len(outcome.committed)]] if self._reads(request) else None
             )
             news.append((request, self._take(request, outcome.committed, logits, outcome.done)))
-        self.observer.round(self._record(requests, outcomes, time.perf_counter() - started))
+        self.observer.round(self._record(requests, outcomes, time.perf_counter() - started, pending.ran))
         return news
 
     @staticmethod
@@ -289,7 +296,7 @@ class Scheduler:
         if request.slot is not None:
             self._store.release(request.slot)
 
-    def _record(self, requests: list[Request], outcomes: list[Outcome], seconds: float) -> RoundRecord:
+    def _record(self, requests: list[Request], outcomes: list[Outcome], seconds: float, ran: str) -> RoundRecord:
         drafted = sum(outcome.drafted for outcome in outcomes)
         return RoundRecord(
             batch=len(requests),
@@ -301,6 +308,7 @@ class Scheduler:
             committed=sum(len(outcome.committed) for outcome in outcomes),
             seconds=seconds,
             waiting=len(self._waiting),
+            ran=ran,
         )
 
 
