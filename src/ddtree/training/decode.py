@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.engine.runner import recording
+from ddtree.engine.graphs import recording
 from ddtree.layers import HostPlace, Segment
 from ddtree.target import LlamaTarget
 from ddtree.training.whole import Held, WholePlace
