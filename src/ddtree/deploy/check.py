@@ -12,6 +12,7 @@ from ddtree.deploy.render import render
 from ddtree.deploy.spec import Deployment
 from ddtree.doctor import Asked, Diagnosis, Facts, Finding, judge
 from ddtree.doctor import load as load_rules
+from ddtree.doctor.derive import weights
 from ddtree.doctor.judge import ORDER, VERDICTS
 from ddtree.doctor.probe import probe
 from ddtree.doctor.text import Style, paragraphs, table, tables
@@ -75,7 +76,7 @@ def check(d: Deployment, host: str, *, doctor: bool = True) -> Report:
                                   f"{python} -m ddtree deploy check {d.source}"))  # fmt: skip
     else:
         facts, diagnosis = _doctor(d, host)
-        found += [*diagnosis.findings, *_cards(d, facts), *_handed_out(d, facts)]
+        found += [*diagnosis.findings, *_cards(d, facts), *_memory(d, facts), *_handed_out(d, facts)]
         unseen += diagnosis.unseen
     found.sort(key=lambda one: ORDER.index(one.level))
     title = f"deployment {d.name} on {host}, {d.per_host} of {d.model} with {d.engine}, {d.mode}"
@@ -128,6 +129,21 @@ def _cards(d: Deployment, facts: Facts) -> Iterator[Finding]:
             listed = ", ".join(str(one.index) for one in facts.gpus) or "no GPU"
             yield look.finding("fail", "gpu-missing", gpu, f"GPU {gpu} is not in this machine", f"nvidia-smi: {listed}",
                                'take it out of gpus in the file; gpus = "none" runs on the CPU')  # fmt: skip
+
+
+def _memory(d: Deployment, facts: Facts) -> Iterator[Finding]:
+    """Weights of replicas that share a card or a machine; the doctor looks at one. Caches come on top of them."""
+    each = weights(facts)
+    together = d.replicas_per_gpu if d.gpus else d.per_host
+    if each is None or together < 2 or look.held(d):  # what runs already has its memory
+        return
+    rooms = {gpu.index: gpu.memory_mib for gpu in facts.gpus if {str(gpu.index), gpu.uuid} & set(d.gpus)}
+    for index, room in rooms.items() if d.gpus else [(None, facts.system.memory_mib)]:
+        if room is not None and each * together > room:
+            where = "this machine" if index is None else f"GPU {index}"
+            yield look.finding("fail", "replicas-too-large", where, f"{together} replicas do not fit {where} together",
+                               f"{each / 1024:.1f} GiB of weights each in 16 bits, {room / 1024:.1f} GiB in all",
+                               "fewer replicas in the file")  # fmt: skip
 
 
 def _handed_out(d: Deployment, facts: Facts) -> Iterator[Finding]:
