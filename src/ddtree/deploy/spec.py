@@ -1,6 +1,7 @@
 """A deployment as one TOML file: every field checked, collisions refused by name. Writes and starts nothing."""
 
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -18,6 +19,7 @@ REACHES = ("host", "all")
 LOCAL = ("127.0.0.1", "localhost", "::1")
 EVERYWHERE = ("0.0.0.0", "::")
 HERE = "localhost"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's own
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,7 @@ class Deployment:
 
     def _check_ports(self) -> None:
         within("port", self.port, 1024, 65536 - self.per_host)
+        self._check_router_reads()
         if self.routed == "none":
             return
         last = self.port + self.per_host - 1
@@ -146,14 +149,23 @@ class Deployment:
         if self.scope == "user" and self.router.port < 1024:
             raise wrong("router.port", self.router.port, 'at least 1024 with scope = "user"')
         others = [name for name in self.hosts if name not in LOCAL]
-        if self.router.reach == "all" and len(self.hosts) > 1 and self.host in LOCAL:
-            raise wrong("host", self.host, f'an address that other hosts reach, as 0.0.0.0, with router.reach = "all" '
+        if self.router.reach == "all" and len(self.hosts) > 1 and self.host not in EVERYWHERE:
+            raise wrong("host", self.host, 'one that means every address, as 0.0.0.0, with router.reach = "all" '
                         f"and hosts {', '.join(self.hosts)}")  # fmt: skip
         if self.router.reach == "all" and others and len(others) < len(self.hosts):
             raise wrong("hosts", list(self.hosts), 'without localhost with router.reach = "all": name every host as '
                         "the others reach it")  # fmt: skip
-        if self.routed == "nginx" and self.router.args:
-            raise wrong("router.args", list(self.router.args), "left out with nginx: they are flags of sglang-router")
+
+    def _check_router_reads(self) -> None:
+        """Raises InvalidOption for a field of [router] that this kind of router does not read."""
+        fields = {
+            "nginx": ("args",), "sglang-router": ("program", "max_body_mib"),
+            "none": ("host", "port", "reach", "program", "args", "max_body_mib"),
+        }  # fmt: skip
+        for name in fields[self.routed]:
+            if getattr(self.router, name) != getattr(RouterPart(), name):
+                raise InvalidOption(f"router.{name} means nothing to the router {self.routed}: leave it out",
+                                    param=f"router.{name}")  # fmt: skip
 
     @property
     def routed(self) -> str:
@@ -215,7 +227,9 @@ class Deployment:
             )
 
     def _environment(self, gpus: tuple[str, ...]) -> dict[str, str]:
-        found = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}  # empty: no GPU is seen, also where there are some
+        programs = str(Path(self.python or sys.executable).parent)  # ninja and the like, for kernels made at a start
+        found = {"PATH": f"{programs}:{PATH}"}
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # empty: no GPU is seen, also where there are some
         if gpus:
             found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # indices as nvidia-smi counts; CUDA's own order is by speed
         if self.home:
