@@ -113,6 +113,7 @@ TOGETHER = {"router": RouterPart(reach="all")}
         ({"name": "a.b"}, "name is 'a.b'"),
         ({"hosts": ()}, "hosts is []"),
         ({"hosts": ("a", "a")}, "once"),
+        ({"hosts": ("localhost", "127.0.0.1")}, "of different machines"),
         ({"hosts": ("a/b",)}, "hosts is 'a/b'"),
         ({"hosts": ("..",)}, "hosts is '..'"),
         ({"scope": "root"}, "scope 'root' is unknown: choose one of system, user"),
