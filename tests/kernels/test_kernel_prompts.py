@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import DFlashDrafter
+from ddtree.engine import prompts as prompts_room
 from ddtree.engine.prompts import PADDED, DevicePrompts, Prompts
 from ddtree.engine.slots import SlotStore
 from ddtree.kernels import backend
@@ -74,6 +75,22 @@ def test_without_room_for_padding_a_piece_is_launched_as_it_is(folders, device, 
     tail = prompts.forward(0, [1, 2, 3], 40)  # nor 16 behind 40
     assert not prompts._made
     assert logits.shape == tail.shape == (1, 61)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("size", [9, 16, 21, 32])
+def test_longer_pieces_are_several_padded_ones(folders, device, monkeypatch, size: int) -> None:
+    monkeypatch.setattr(prompts_room, "PADDED", (4, 8))
+    monkeypatch.setattr(prompts_room, "SHORT", 32)
+    piece = [(7 * i) % 61 for i in range(size)]
+    host, expected_store = make(folders, device, False, monkeypatch)
+    expected = host.forward(1, piece, 3).clone()
+    prompts, store = make(folders, device, True, monkeypatch)
+    torch.testing.assert_close(prompts.forward(1, piece, 3), expected, rtol=1e-4, atol=1e-4)
+    assert 8 in prompts._made
+    assert set(prompts._made) <= {4, 8}
+    for found, wanted in zip(caches(store, 1, 3 + size), caches(expected_store, 1, 3 + size), strict=True):
+        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
 
 
 def test_every_kind_of_piece_is_warmed_up(folders, device, monkeypatch) -> None:

@@ -16,7 +16,8 @@ from ddtree.target import Target
 
 log = logging.getLogger("ddtree.engine")
 
-PADDED = (16, 32, 64, 128)  # rows that short pieces are padded to on a GPU; longer ones are launched as they are
+PADDED = (16, 32, 64, 128)  # rows that short pieces are padded to on a GPU
+SHORT = 512  # tokens; longer pieces are launched as they are: one forward is faster then than several (docs/log.md)
 _KINDS = (1, 2, 16)  # a kernel is compiled for a number of rows that is 1, one that 16 divides, and any other
 
 
@@ -71,6 +72,12 @@ class DevicePrompts(Prompts):
 
     def forward(self, slot: int, tokens: Sequence[int], start: int) -> Tensor:
         """See Prompts.forward."""
+        most = PADDED[-1]
+        if most < len(tokens) <= SHORT and start + len(tokens) <= self._store.length - most:
+            for begin in range(0, len(tokens) - most, most):
+                self.forward(slot, tokens[begin : begin + most], start + begin)
+            begin = (len(tokens) - 1) // most * most
+            return self.forward(slot, tokens[begin:], start + begin)
         rows = next((rows for rows in PADDED if rows >= len(tokens) and start + rows <= self._store.length), None)
         if rows is None:
             return super().forward(slot, tokens, start)
