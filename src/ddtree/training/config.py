@@ -1,14 +1,14 @@
 """A training run as one TOML file: every field checked, unknown ones refused. Imports nothing heavy."""
 
-import tomllib
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field, fields, is_dataclass, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from ddtree.config import DTYPES, EMBEDDED
 from ddtree.drafter.config import MAX_BLOCK
-from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
+from ddtree.settings import as_dict, at_least, build, one_of, read_toml, within, wrong
+
+__all__ = ["DataPart", "DrafterPart", "EvalPart", "FitPart", "TargetPart", "TrainConfig", "as_dict", "read"]
 
 OBJECTIVES = ("cross_entropy", "kl")
 ATTENTIONS = ("auto", "flex", "sdpa")
@@ -24,7 +24,7 @@ class TargetPart:
     dtype: str = "auto"  # of the target's weights; auto: bfloat16 where the processor computes in it
 
     def __post_init__(self) -> None:
-        _one_of("target.dtype", self.dtype, DTYPES)
+        one_of("target.dtype", self.dtype, DTYPES)
 
 
 @dataclass(frozen=True)
@@ -50,18 +50,18 @@ class DataPart:
 
     def __post_init__(self) -> None:
         for name in ("chats", "shard_chats", "batch", "max_tokens", "turns"):
-            _at_least(f"data.{name}", getattr(self, name), 1)
-        _at_least("data.max_length", self.max_length, 16)
+            at_least(f"data.{name}", getattr(self, name), 1)
+        at_least("data.max_length", self.max_length, 16)
         for name in ("sampled", "heldout"):
-            _within(f"data.{name}", getattr(self, name), 0, 1)
+            within(f"data.{name}", getattr(self, name), 0, 1)
         for name in ("templates", "own", "files"):
-            _within(f"data.{name}", getattr(self, name), 0, 1e9)
+            within(f"data.{name}", getattr(self, name), 0, 1e9)
         for name in ("temperature", "own_temperature"):
-            _within(f"data.{name}", getattr(self, name), 0, 1e3)
+            within(f"data.{name}", getattr(self, name), 0, 1e3)
         if not self.templates + self.own + self.files:
-            raise _wrong("data.templates", self.templates, "above 0, or own or files must be")
+            raise wrong("data.templates", self.templates, "above 0, or own or files must be")
         if bool(self.paths) != (self.files > 0):
-            raise _wrong("data.paths", list(self.paths), "given together with data.files above 0, or neither")
+            raise wrong("data.paths", list(self.paths), "given together with data.files above 0, or neither")
 
 
 @dataclass(frozen=True)
@@ -82,13 +82,13 @@ class DrafterPart:
 
     def __post_init__(self) -> None:
         for name, least in (("layers", 1), ("head_dim", 2), ("taps", 1), ("block_size", 2), ("mask_token_id", -1)):
-            _at_least(f"drafter.{name}", getattr(self, name), least)
+            at_least(f"drafter.{name}", getattr(self, name), least)
         for name in ("intermediate_size", "heads", "kv_heads"):
-            _at_least(f"drafter.{name}", getattr(self, name), 0)
-        _within("drafter.block_size", self.block_size, 2, MAX_BLOCK)
-        _within("drafter.rope_theta", self.rope_theta, 1, 1e12)
+            at_least(f"drafter.{name}", getattr(self, name), 0)
+        within("drafter.block_size", self.block_size, 2, MAX_BLOCK)
+        within("drafter.rope_theta", self.rope_theta, 1, 1e12)
         if self.head_dim % 2:
-            raise _wrong("drafter.head_dim", self.head_dim, "even, for rotary positions")
+            raise wrong("drafter.head_dim", self.head_dim, "even, for rotary positions")
 
 
 @dataclass(frozen=True)
@@ -121,17 +121,17 @@ class FitPart:
         positive = ("steps", "batch", "micro_batch", "anchors", "loss_rows", "checkpoint_every", "eval_every",
                     "eval_sequences", "log_every")  # fmt: skip
         for name in positive:
-            _at_least(f"fit.{name}", getattr(self, name), 1)
-        _at_least("fit.warmup", self.warmup, 0)
+            at_least(f"fit.{name}", getattr(self, name), 1)
+        at_least("fit.warmup", self.warmup, 0)
         for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
                                 ("beta2", 0, 0.99999), ("clip", 1e-9, 1e9)):  # fmt: skip
-            _within(f"fit.{name}", getattr(self, name), low, high)
-        _within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
-        _one_of("fit.objective", self.objective, OBJECTIVES)
-        _one_of("fit.attention", self.attention, ATTENTIONS)
-        _one_of("fit.precision", self.precision, PRECISIONS)
+            within(f"fit.{name}", getattr(self, name), low, high)
+        within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
+        one_of("fit.objective", self.objective, OBJECTIVES)
+        one_of("fit.attention", self.attention, ATTENTIONS)
+        one_of("fit.precision", self.precision, PRECISIONS)
         if self.batch % self.micro_batch:
-            raise _wrong("fit.micro_batch", self.micro_batch, f"a divisor of fit.batch {self.batch}")
+            raise wrong("fit.micro_batch", self.micro_batch, f"a divisor of fit.batch {self.batch}")
 
 
 @dataclass(frozen=True)
@@ -148,10 +148,10 @@ class EvalPart:
 
     def __post_init__(self) -> None:
         for name in ("top_k", "sequences", "max_tokens", "anchors", "max_length"):
-            _at_least(f"eval.{name}", getattr(self, name), 1)
+            at_least(f"eval.{name}", getattr(self, name), 1)
         for budget in self.budgets:
-            _at_least("eval.budgets", budget, 1)
-        _within("eval.temperature", self.temperature, 0, 1e3)
+            at_least("eval.budgets", budget, 1)
+        within("eval.temperature", self.temperature, 0, 1e3)
 
 
 @dataclass(frozen=True)
@@ -176,85 +176,5 @@ def read(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:
 
     Raises ModelNotFound, DamagedFile or InvalidOption, naming the file or the field.
     """
-    if not path.is_file():
-        raise ModelNotFound(f"{path} does not exist: name a TOML file, such as docs/training.md shows")
-    try:
-        raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise DamagedFile(f"{path} is not valid TOML ({error}): mend it") from error
-    for override in overrides:
-        name, equals, value = override.partition("=")
-        if not equals:
-            raise InvalidOption(f"--set {override!r} has no value: write it as fit.steps=100")
-        _put(raw, name.strip(), _value(value.strip()))
-    return _build(TrainConfig(), raw, "")
-
-
-def as_dict(part: Any) -> dict[str, Any]:
-    """A part as plain values, tuples as lists: what JSON gives back."""
-    return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(part).items()}
-
-
-def _put(raw: dict[str, Any], name: str, value: Any) -> None:
-    *tables, last = name.split(".")
-    for table in tables:
-        raw = raw.setdefault(table, {})
-        if not isinstance(raw, dict):
-            raise InvalidOption(f"--set {name}: {table} is no table")
-    raw[last] = value
-
-
-def _value(text: str) -> Any:
-    try:
-        return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
-        return text
-
-
-def _build(base: Any, raw: dict[str, Any], at: str) -> Any:
-    """`base` with the values of a table. Raises InvalidOption for an unknown name or a value of another type."""
-    known = {f.name: getattr(base, f.name) for f in fields(base)}
-    changes: dict[str, Any] = {}
-    for name, value in raw.items():
-        if name not in known:
-            raise InvalidOption(f"{at}{name} is unknown: {at.rstrip('.') or 'the file'} has {', '.join(known)}")
-        default = known[name]
-        if is_dataclass(default):
-            if not isinstance(value, dict):
-                raise _wrong(f"{at}{name}", value, "a table")
-            changes[name] = _build(default, value, f"{at}{name}.")
-        else:
-            changes[name] = _typed(f"{at}{name}", value, default)
-    return replace(base, **changes)
-
-
-def _typed(name: str, value: Any, default: Any) -> Any:
-    if isinstance(default, tuple):
-        kind = int if name in ("eval.budgets", "drafter.tap_layers") else str
-        if not isinstance(value, list) or not all(isinstance(v, kind) and not isinstance(v, bool) for v in value):
-            raise _wrong(name, value, f"a list of {'whole numbers' if kind is int else 'text'}")
-        return tuple(value)
-    wanted = (int, float) if isinstance(default, float) else (type(default),)
-    if isinstance(value, bool) or not isinstance(value, wanted):
-        words = {int: "a whole number", float: "a number", str: "text"}
-        raise _wrong(name, value, words[type(default)])
-    return float(value) if isinstance(default, float) else value
-
-
-def _at_least(name: str, value: int, low: int) -> None:
-    if value < low:
-        raise _wrong(name, value, f"at least {low}")
-
-
-def _within(name: str, value: float, low: float, high: float) -> None:
-    if not low <= value <= high:
-        raise _wrong(name, value, f"from {low:g} to {high:g}")
-
-
-def _one_of(name: str, value: str, known: Sequence[str]) -> None:
-    if value not in known:
-        raise InvalidOption(f"{name} {value!r} is unknown: choose one of {', '.join(known)}", param=name)
-
-
-def _wrong(name: str, value: Any, must: str) -> InvalidOption:
-    return InvalidOption(f"{name} is {value!r}: it must be {must}", param=name)
+    found: TrainConfig = build(TrainConfig(), read_toml(path, overrides, "docs/training.md", "fit.steps=100"))
+    return found
