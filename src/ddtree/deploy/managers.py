@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from ddtree.deploy.failures import DeployFailed
-from ddtree.deploy.files import write
+from ddtree.deploy.atomic import write
 from ddtree.deploy.procs import POLL_S, Process
-from ddtree.deploy.units import parse
+from ddtree.deploy.unit_file import parse
 
 MANAGERS = ("auto", "systemd", "processes")
 STARTED_S = 20.0  # for a supervisor to say that it runs: an interpreter's start on a busy machine
@@ -193,10 +193,11 @@ class Processes:
         status.unlink(missing_ok=True)
         self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ddtree.deploy.supervisor", str(self._run / f"{service}.service"), str(status)]
-        with (self._logs / f"{service}.log").open("ab") as log:
+        with open(os.open(self._logs / f"{service}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             supervisor = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
             )
+        _OURS.append(supervisor)
         until = time.monotonic() + STARTED_S
         while not status.exists():
             if supervisor.poll() is not None or time.monotonic() > until:
@@ -222,7 +223,8 @@ class Processes:
         (self._run / f"{service}.json").unlink(missing_ok=True)
 
     def reload(self, service: str) -> None:
-        unit = parse(service, (self._run / f"{service}.service").read_text(encoding="utf-8"))
+        text = (self._run / f"{service}.service").read_text(encoding="utf-8")
+        unit = parse(service, text, str(self._run / "runtime"))
         pid = self.state(service).pid
         if not unit.reload or pid is None:
             raise DeployFailed(f"{service} cannot be reloaded: it does not run, or its unit has no ExecReload=")
@@ -236,6 +238,8 @@ class Processes:
             raise DeployFailed(f"{service} cannot be reloaded: {' '.join(done.stderr.split())[:500]}")
 
     def state(self, service: str) -> Service:
+        for supervisor in _OURS:
+            supervisor.poll()  # fetches those that have ended
         told = self._told(service)
         supervisor, child = _process(told.get("supervisor")), _process(told.get("child"))
         pid = child.pid if child is not None and child.alive else None
@@ -261,6 +265,10 @@ class Processes:
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
+
+
+# Supervisors outlive this process, so nobody waits for them; kept, since subprocess warns of those that are dropped.
+_OURS: list[subprocess.Popen[bytes]] = []
 
 
 def _process(pair: Any) -> Process | None:

@@ -69,3 +69,12 @@ def title(pid: int) -> str:
 def signal_number(name: str) -> int:
     """SIGTERM's number, or that of another one by its name."""
     return int(signal.Signals[name])
+
+
+def tree_memory(pid: int) -> int:
+    """Bytes that a process and all below it hold in memory; shared pages count once for each."""
+    try:
+        held = int(Path(f"/proc/{pid}/statm").read_text(encoding="utf-8").split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0
+    return held + sum(tree_memory(child) for child in children(pid))

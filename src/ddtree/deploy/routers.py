@@ -8,7 +8,7 @@ from typing import Protocol
 import httpx
 
 from ddtree.deploy.failures import DeployFailed
-from ddtree.deploy.files import write
+from ddtree.deploy.atomic import write
 from ddtree.deploy.live import SHORT_S
 from ddtree.deploy.managers import Manager
 from ddtree.deploy.procs import POLL_S, children, title
@@ -18,7 +18,7 @@ WORKER_S = 30.0  # for sglang-router to take in a worker
 
 
 class Router(Protocol):
-    """Addresses are host:port. All raise DeployFailed."""
+    """Addresses are host:port; one that the router does not have is no mistake. All raise DeployFailed."""
 
     def leave_out(self, address: str) -> None:
         """Sends no new request there; those under way go on."""
@@ -37,10 +37,12 @@ class Nginx:
         self._manager, self._service, self._config = manager, service, config
 
     def leave_out(self, address: str) -> None:
-        self._change(mark(self._text(), address, down=True))
+        if has(self._text(), address):
+            self._change(mark(self._text(), address, down=True))
 
     def let_in(self, address: str) -> None:
-        self._change(mark(self._text(), address, down=False))
+        if has(self._text(), address):
+            self._change(mark(self._text(), address, down=False))
 
     def move(self, old: str, new: str) -> None:
         self._change(readdressed(self._text(), old, new))
@@ -59,11 +61,11 @@ class Nginx:
             return
         master = self._manager.state(self._service).pid
         workers = set(children(master)) if master else set()
-        write(self._config, text, 0o600)
+        write(self._config, text, 0o644)
         try:
             self._manager.reload(self._service)
         except DeployFailed:
-            write(self._config, before, 0o600)
+            write(self._config, before, 0o644)
             raise
         if master:
             self._wait_for_workers(master, workers)
@@ -130,6 +132,11 @@ class SGLangRouter:
         if response.status_code >= httpx.codes.BAD_REQUEST:
             raise DeployFailed(f"sglang-router at {self._url}{path} answers {response.status_code}: {found}")
         return found if isinstance(found, dict) else {}
+
+
+def has(text: str, address: str) -> bool:
+    """Whether a configuration of nginx has a server line of this address."""
+    return _lines(address).search(text) is not None
 
 
 def mark(text: str, address: str, down: bool) -> str:

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.deploy.failures import DeployFailed, Locked
-from ddtree.deploy.files import link, write
-from ddtree.deploy.units import Unit, parse
+from ddtree.deploy.atomic import link, write
+from ddtree.deploy.unit_file import Unit, parse
 
 KEPT = 8  # generations that stay on disk beside those in use
 SECRET, PLAIN = 0o600, 0o644
@@ -34,7 +34,7 @@ class Member:
     index: int
     host: str
     address: str  # host:port where it answers
-    gpus: tuple[int, ...]
+    gpus: tuple[str, ...]
     mode: str
     engine: str
 
@@ -101,7 +101,17 @@ class Operation:
     source: int | None
     target: int
     began: str
-    touched: list[str] = field(default_factory=list)
+    touched: dict[str, int | None] = field(default_factory=dict)  # service -> what it ran before; None: it was not there
+
+
+@dataclass(frozen=True)
+class Beside:
+    """A second service that stands in for the only replica while that is replaced."""
+
+    service: str
+    address: str
+    stands_for: str  # service
+    home: str  # that one's own address
 
 
 @dataclass
@@ -112,7 +122,7 @@ class State:
     services: dict[str, int] = field(default_factory=dict)  # service -> generation whose unit is installed
     drained: list[str] = field(default_factory=list)  # replicas that the router sends nothing to
     operation: Operation | None = None
-    beside: str | None = None  # a second service that stands in for the only replica meanwhile
+    beside: Beside | None = None
     starts_s: dict[str, float] = field(default_factory=dict)  # how long a service's last start took
 
 
@@ -150,8 +160,12 @@ class Folder:
         path = self.path / "state.json"
         try:
             found = json.loads(path.read_text(encoding="utf-8"))
-            operation = found.pop("operation")
-            return State(operation=Operation(**operation) if operation else None, **found)
+            operation, stands = found.pop("operation"), found.pop("beside")
+            return State(
+                operation=Operation(**operation) if operation else None,
+                beside=Beside(**stands) if stands else None,
+                **found,
+            )
         except FileNotFoundError:
             return State()
         except (ValueError, TypeError, KeyError, AttributeError) as error:

@@ -6,6 +6,7 @@ pause and a limit, and stopped by its signal within its time. Hardening and acco
 
 import json
 import os
+import pwd
 import signal
 import subprocess
 import sys
@@ -17,18 +18,23 @@ from typing import Any
 
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.procs import Process, signal_number
-from ddtree.deploy.units import Unit, parse
+from ddtree.deploy.unit_file import Unit, parse
 
 GROWTH = 2.0  # each pause before another start is so much longer
 PRE_SECONDS = 90.0  # for a command of ExecStartPre=
-LEFT_SECONDS = 5.0  # for what a stopped command leaves behind
+# What a service of the user's systemd has of its manager's environment; all else comes from the unit.
+KEPT = (
+    "PATH", "HOME", "USER", "LOGNAME", "SHELL", "LANG", "LC_ALL", "TZ", "TMPDIR",
+    "XDG_RUNTIME_DIR", "XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME",
+)  # fmt: skip
 
 
 class Supervisor:
     """One unit, its present process and its starts."""
 
     def __init__(self, unit_file: Path, status_file: Path) -> None:
-        self._unit: Unit = parse(unit_file.stem, unit_file.read_text(encoding="utf-8"))
+        runtime = str(unit_file.parent / "runtime")
+        self._unit: Unit = parse(unit_file.stem, unit_file.read_text(encoding="utf-8"), runtime)
         self._status = status_file
         self._child: subprocess.Popen[bytes] | None = None
         self._stop = threading.Event()
@@ -44,7 +50,8 @@ class Supervisor:
             code = self._once()
             if self._stop.is_set():
                 return self._end("stopped", code, 0)
-            if self._unit.restart == "no" or (self._unit.restart == "on-failure" and code == 0):
+            over = self._unit.restart == "no" or (self._unit.restart == "on-failure" and code == 0)
+            if over or code in self._unit.never_again:
                 return self._end("ended" if code == 0 else "failed", code, abs(code))
             if self._too_many():
                 print(f"{self._unit.name}: started {len(self._starts)} times in a row: given up", flush=True)
@@ -60,16 +67,19 @@ class Supervisor:
         """One start, until its end; the exit code, negative for a signal."""
         self._starts.append(time.monotonic())
         try:
-            environment = {**os.environ, **self._unit.settled_environment()}
+            options = self._options()
+            for folder in self._unit.runtime_folders:
+                Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
+                if "user" in options:
+                    os.chown(folder, options["user"], options["group"])
             for command in self._unit.before:
-                done = subprocess.run(command, env=environment, cwd=self._unit.folder, timeout=PRE_SECONDS)
+                done = subprocess.run(command, timeout=PRE_SECONDS, **options)
                 if done.returncode:
                     return done.returncode
             self._child = subprocess.Popen(
-                self._unit.argv, env=environment, cwd=self._unit.folder, stdin=subprocess.DEVNULL,
-                start_new_session=True,
-            )  # fmt: skip
-        except (OSError, subprocess.SubprocessError, DeployFailed) as error:
+                self._unit.argv, stdin=subprocess.DEVNULL, start_new_session=True, **options
+            )
+        except (OSError, KeyError, subprocess.SubprocessError, DeployFailed) as error:
             print(f"{self._unit.name}: cannot be started: {error}", flush=True)
             return 203  # what systemd says then
         if self._stop.is_set():  # told between the fork and here
@@ -79,6 +89,18 @@ class Supervisor:
         self._kill_group(self._child.pid)
         self._child = None
         return code
+
+    def _options(self) -> dict[str, Any]:
+        """Environment, folder and user of the command: no more of this process' environment than systemd gives."""
+        environment = {name: os.environ[name] for name in KEPT if name in os.environ}
+        options: dict[str, Any] = {"cwd": self._unit.folder or "/"}
+        if self._unit.user is not None:
+            user = pwd.getpwnam(self._unit.user)
+            environment |= {"HOME": user.pw_dir, "USER": user.pw_name, "LOGNAME": user.pw_name, "SHELL": user.pw_shell}
+            if user.pw_uid != os.geteuid():
+                groups = os.getgrouplist(user.pw_name, user.pw_gid)
+                options |= {"user": user.pw_uid, "group": user.pw_gid, "extra_groups": groups}
+        return {**options, "env": {**environment, **self._unit.settled_environment()}}
 
     def _wait(self) -> int:
         """The child's exit code; once a stop is asked for, within its time, or it is killed."""

@@ -3,8 +3,10 @@
 The manager without systemd runs the very same ExecStart by this, and both find here which files a service reads.
 """
 
+import os
 import re
 import shlex
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -32,6 +34,9 @@ class Unit:
     interval_s: float = 10.0
     stop_s: float = 90.0
     stop_signal: str = "SIGTERM"
+    never_again: tuple[int, ...] = ()  # exit codes of RestartPreventExitStatus=
+    user: str | None = None
+    runtime_folders: tuple[str, ...] = ()  # of RuntimeDirectory=, whole paths
     text: str = field(default="", repr=False)
 
     def settled_environment(self) -> dict[str, str]:
@@ -57,29 +62,36 @@ class Unit:
         return None
 
 
-def parse(name: str, text: str) -> Unit:
-    """A unit file's text. Raises DeployFailed where there is no ExecStart= to run."""
+def parse(name: str, text: str, runtime: str | None = None) -> Unit:
+    """A unit file's text; `runtime` is what %t stands for. Raises DeployFailed where there is no ExecStart= to run."""
     entries = _entries(text)
+    runtime = runtime or os.environ.get("XDG_RUNTIME_DIR") or f"/run/user/{os.getuid()}"
+    meant = {"%": "%", "h": str(Path.home()), "t": runtime}
+
+    def plain(value: str) -> str:
+        return re.sub(r"%(.)", lambda found: _specifier(name, found[1], meant), value)
 
     def last(key: str, default: str) -> str:
-        return entries.get(key, [default])[-1] or default
+        return plain(entries.get(key, [default])[-1] or default)
 
-    starts = [words(line) for line in entries.get("ExecStart", []) if line]
+    def commands(key: str) -> list[tuple[str, ...]]:
+        return [words(line, plain) for line in entries.get(key, [])]
+
+    starts, reloads = commands("ExecStart"), commands("ExecReload")
     if len(starts) != 1:
         raise DeployFailed(f"unit {name} has {len(starts)} lines ExecStart=: give exactly one")
-    reloads = [words(line) for line in entries.get("ExecReload", []) if line]
     environment: dict[str, str] = {}
     for line in entries.get("Environment", []):
-        environment |= dict(pair.partition("=")[::2] for pair in shlex.split(line.replace("%%", "%")))
-    files = [path.replace("%%", "%") for path in entries.get("EnvironmentFile", []) if path]
+        environment |= dict(plain(pair).partition("=")[::2] for pair in shlex.split(line))
+    files = [plain(path) for path in entries.get("EnvironmentFile", [])]
     return Unit(
         name,
         starts[0],
-        before=tuple(words(line) for line in entries.get("ExecStartPre", []) if line),
+        before=tuple(commands("ExecStartPre")),
         reload=reloads[0] if reloads else (),
         environment=environment,
         environment_files=tuple((path.lstrip("-"), path.startswith("-")) for path in files),
-        folder=entries.get("WorkingDirectory", [None])[-1],  # type: ignore[list-item]
+        folder=last("WorkingDirectory", "") or None,
         restart=last("Restart", "no"),
         restart_s=seconds(last("RestartSec", "100ms")),
         restart_most_s=seconds(last("RestartMaxDelaySec", "60")),
@@ -87,17 +99,20 @@ def parse(name: str, text: str) -> Unit:
         interval_s=seconds(last("StartLimitIntervalSec", "10")),
         stop_s=seconds(last("TimeoutStopSec", last("TimeoutSec", "90"))),
         stop_signal=last("KillSignal", "SIGTERM"),
+        never_again=tuple(int(word) for word in last("RestartPreventExitStatus", "").split() if word.isdigit()),
+        user=last("User", "") or None,
+        runtime_folders=tuple(f"{runtime}/{word}" for word in last("RuntimeDirectory", "").split()),
         text=text,
     )
 
 
-def words(line: str) -> tuple[str, ...]:
-    """The words of a command in systemd's quoting: shell quotes, %% and $$ for the signs themselves."""
+def words(line: str, plain: Callable[[str], str] = str) -> tuple[str, ...]:
+    """The words of a command in systemd's quoting: shell quotes; `plain` puts in specifiers; $$ is the sign itself."""
     try:
         found = shlex.split(line.lstrip(PREFIXES))
     except ValueError as error:
         raise DeployFailed(f"the command {line!r} cannot be read: {error}") from error
-    return tuple(word.replace("%%", "%").replace("$$", "$") for word in found)
+    return tuple(plain(word).replace("$$", "$") for word in found)
 
 
 def seconds(text: str) -> float:
@@ -111,20 +126,18 @@ def seconds(text: str) -> float:
 
 
 def read_environment(text: str) -> dict[str, str]:
-    """The variables of an environment file: NAME=VALUE lines, values in quotes or not, # and ; begin comments."""
-    found = {}
-    for line in text.splitlines():
-        line = line.strip()
-        if not line or line[0] in "#;" or "=" not in line:
-            continue
-        name, _, value = line.partition("=")
-        quoted = value.strip()
-        if len(quoted) >= 2 and quoted[0] == quoted[-1] and quoted[0] in "'\"":
-            double = quoted[0] == '"'
-            quoted = quoted[1:-1]
-            quoted = re.sub(r'\\(["\\$`])', r"\1", quoted) if double else quoted
-        found[name.strip()] = quoted
+    """The variables of an environment file: NAME=VALUE, values in quotes (which may hold newlines) or not."""
+    found: dict[str, str] = {}
+    pattern = re.compile(r"""^[ \t]*(\w+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^\n]*))[ \t]*$""", re.M | re.S)
+    for name, double, single, bare in pattern.findall(text):
+        found[name] = re.sub(r'\\(["\\$`])', r"\1", double) or single or bare.strip()
     return found
+
+
+def _specifier(unit: str, letter: str, meant: dict[str, str]) -> str:
+    if letter not in meant:
+        raise DeployFailed(f"unit {unit} uses %{letter}, which only systemd knows: choose --manager systemd")
+    return meant[letter]
 
 
 def _entries(text: str) -> dict[str, list[str]]:
