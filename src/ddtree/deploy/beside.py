@@ -22,9 +22,10 @@ def switch(site: Site, target: Generation, member: Member, before: Member, port:
     """Start beside, check, move the traffic over, replace the old one at its own port, move the traffic back."""
     service, old = member.service, site.running_generation(member.service)
     router = site.router()
-    assert old is not None and router is not None
+    assert old is not None
+    assert router is not None
     stand_in = replace(member, service=f"{service}-beside", address=f"{member.address.rpartition(':')[0]}:{port}")
-    text = on_port(target.text(target.units[service]), member.address.rpartition(":")[2], port)
+    text = on_port(target.unit_text(service), member.address.rpartition(":")[2], port)
     check_room(site, service, before)
     check_free(stand_in)
     site.state.beside = Beside(stand_in.service, stand_in.address, service, member.address)

@@ -12,6 +12,7 @@ from pathlib import Path
 from ddtree.deploy import beside
 from ddtree.deploy.compare import Checks
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.live import Endpoint
 from ddtree.deploy.routers import Nginx
 from ddtree.deploy.site import POLL_S, Site, endpoint
 from ddtree.deploy.state import Door, Generation, Member, begin
@@ -45,7 +46,7 @@ def router_change(site: Site, target: Generation) -> str | None:
     running = site.running_generation(door.service)
     if running is None or not site.manager.state(door.service).running:
         return "start"
-    if running.text(running.units[door.service]) != target.text(target.units[door.service]):
+    if running.unit_print(door.service) != target.unit_print(door.service):
         return "restart"
     return "reload" if any(_differs(place, text) for place, text in target.own_files(door.service).items()) else None
 
@@ -69,8 +70,9 @@ def guarded(site: Site, work: Callable[[], None]) -> None:
         work()
     except (DeployFailed, OSError) as error:
         left = put_back(site)
-        outcome = "; what ran before is back" if not left else f"; and not all could be put back: {'; '.join(left)}"
-        raise DeployFailed(f"{error}{outcome if '\n' not in str(error) else '\n' + outcome[2:]}") from error
+        outcome = "what ran before is back" if not left else f"not all could be put back: {'; '.join(left)}"
+        separator = "\n" if "\n" in str(error) else "; "  # behind lines of a log
+        raise DeployFailed(f"{error}{separator}{outcome}") from error
 
 
 def settle(site: Site, target: Generation) -> None:
@@ -88,7 +90,8 @@ def settle(site: Site, target: Generation) -> None:
 
 def put_back(site: Site) -> list[str]:
     """Every touched service as it was before the operation, in reverse. Returns what could not be put back."""
-    operation, left = site.state.operation, []
+    operation = site.state.operation
+    left: list[str] = []
     if operation is None:
         return left
     site.tell("putting back what ran before ...")
@@ -109,45 +112,79 @@ def put_back(site: Site) -> list[str]:
 
 def replace_one(site: Site, target: Generation, member: Member, way: Way) -> None:
     """One replica out of the router, stopped, started anew, checked, and back in."""
-    service, unit = member.service, target.unit(member.service)
+    service = member.service
     site.touch(service)
     old = site.running_generation(service)
     before = old.member(service) if old is not None else None
     running = site.manager.state(service).running
-    if before is not None and not running:
-        site.leave_out(before)  # else the router would send requests to what has not passed its checks
     if old is not None and before is not None and running:
-        others = [one for one in site.members() if one.service != service]
-        if way.beside_port is not None and not others and site.router() is not None:
+        alone = not [one for one in site.members() if one.service != service]
+        if old.print_of(service) == target.print_of(service):
+            _check_again(site, target, member, way)  # an interrupted command had come so far
+            return
+        if way.beside_port is not None and alone and site.router() is not None:
             beside.switch(site, target, member, before, way.beside_port, way.checks)
             return
-        at = endpoint(before, old.unit(service))
         site.drain(before, old.unit(service))
-        if way.checks is not None and (said := way.checks.baseline(service, at)):
-            site.tell(said)
+        _measure(site, way, service, endpoint(before, old.unit(service)))
         site.stop(service)
-    elif site.manager.state(service).state != "stopped":
-        site.stop(service)  # failed, or between two starts
+    else:
+        site.leave_out(before or member)  # else the router would send requests to what has not passed its checks
+        if site.manager.state(service).state != "stopped":
+            site.stop(service)  # failed, or between two starts
     site.install(target, service)
     took = site.start(target, member)
-    said = f"{service}: healthy after {took:.1f} s"
-    if way.checks is not None:
-        verdict = way.checks.decide(service, way.checks.probe(service, endpoint(member, unit)))
-        said += f"; {verdict.line()}" if verdict is not None else "; the smoke test passed, nothing to compare with"
+    _check(site, target, member, way, f"{service}: healthy after {took:.1f} s")
     site.let_in(member, before)
+
+
+def _check_again(site: Site, target: Generation, member: Member, way: Way) -> None:
+    at = endpoint(member, target.unit(member.service))
+    site.wait_healthy(member.service, at)
+    site.drain(member, target.unit(member.service))
+    _check(site, target, member, way, f"{member.service}: runs already")
+    site.let_in(member)
+
+
+def _check(site: Site, target: Generation, member: Member, way: Way, said: str) -> None:
+    """Smoke test and comparison, where they are asked for."""
+    if way.checks is not None:
+        if not way.checks.baselines:
+            _measure_other(site, target, member, way.checks)
+        at = endpoint(member, target.unit(member.service))
+        verdict = way.checks.decide(member.service, way.checks.probe(member.service, at))
+        said += f"; {verdict.line()}" if verdict is not None else "; the smoke test passed, nothing to compare with"
     site.tell(said)
+
+
+def _measure(site: Site, way: Way, service: str, at: Endpoint) -> None:
+    if way.checks is not None and (said := way.checks.baseline(service, at)):
+        site.tell(said)
+
+
+def _measure_other(site: Site, target: Generation, member: Member, checks: Checks) -> None:
+    """The baseline of another replica that still runs as before, for one that did not run."""
+    for other in site.members():
+        generation = site.running_generation(other.service)
+        if generation is None or generation.print_of(other.service) == target.print_of(other.service):
+            continue
+        if other.service != member.service and other.service not in site.state.drained:
+            said = checks.baseline(other.service, endpoint(other, generation.unit(other.service)))
+            site.tell(said or f"{member.service} is compared with {other.service}, which has traffic meanwhile")
+            return
 
 
 def _forward(site: Site, target: Generation, way: Way) -> None:
     for member in changed(site, target):
         replace_one(site, target, member, way)
+    beside.clear(site)  # of an interrupted command
     _turn_router(site, target)
     for service in gone(site, target):
         site.touch(service)
         running = site.running_generation(service)
-        member = running.member(service) if running is not None else None
-        if running is not None and member is not None and site.manager.state(service).running:
-            site.wait_idle(service, endpoint(member, running.unit(service)))
+        former = running.member(service) if running is not None else None
+        if running is not None and former is not None and site.manager.state(service).running:
+            site.wait_idle(service, endpoint(former, running.unit(service)))
         site.forget(service)
         site.tell(f"{service}: stopped and removed")
 
@@ -180,7 +217,8 @@ def _turn_router(site: Site, target: Generation) -> None:
     site.touch(door.service)
     if change == "reload" and door.kind == "nginx":
         nginx = site.router()
-        assert isinstance(nginx, Nginx) and door.config is not None
+        assert isinstance(nginx, Nginx)
+        assert door.config is not None
         texts = target.own_files(door.service)
         nginx.load(texts[door.config])
         site.install(target, door.service)
@@ -228,5 +266,3 @@ def _differs(place: str, text: str) -> bool:
         return Path(place).read_text(encoding="utf-8") != text
     except FileNotFoundError:
         return True
-
-

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.atomic import write
+from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.procs import POLL_S, Process
 from ddtree.deploy.unit_file import parse
 
@@ -238,8 +238,8 @@ class Processes:
             raise DeployFailed(f"{service} cannot be reloaded: {' '.join(done.stderr.split())[:500]}")
 
     def state(self, service: str) -> Service:
-        for supervisor in _OURS:
-            supervisor.poll()  # fetches those that have ended
+        for ours in _OURS:
+            ours.poll()  # fetches those that have ended
         told = self._told(service)
         supervisor, child = _process(told.get("supervisor")), _process(told.get("child"))
         pid = child.pid if child is not None and child.alive else None

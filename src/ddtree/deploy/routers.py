@@ -7,8 +7,8 @@ from typing import Protocol
 
 import httpx
 
-from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.atomic import write
+from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import SHORT_S
 from ddtree.deploy.managers import Manager
 from ddtree.deploy.procs import POLL_S, children, title

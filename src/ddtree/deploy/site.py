@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.atomic import write
+from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Endpoint
 from ddtree.deploy.managers import Manager
 from ddtree.deploy.routers import Nginx, Router, SGLangRouter
@@ -89,7 +89,7 @@ class Site:
     def install(self, generation: Generation, service: str) -> None:
         """Puts the unit and the files that it reads in place; what runs goes on."""
         put_files(generation, service)
-        self.manager.install(service, generation.text(generation.units[service]))
+        self.manager.install(service, generation.unit_text(service))
         self.state.services[service] = generation.number
         self.save()
 
@@ -213,12 +213,13 @@ def endpoint(member: Member, unit: Unit) -> Endpoint:
 def check_free(member: Member) -> None:
     """Raises DeployFailed where something else listens on a replica's port."""
     host, _, port = member.address.rpartition(":")
+    family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     until = time.monotonic() + FREE_S
     while True:
-        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as probe:
+        with socket.socket(family, kind, protocol) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             try:
-                probe.bind((host, int(port)))
+                probe.bind(address)
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:

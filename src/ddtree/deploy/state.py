@@ -18,8 +18,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from ddtree.deploy.failures import DeployFailed, Locked
 from ddtree.deploy.atomic import link, write
+from ddtree.deploy.failures import DeployFailed, Locked
 from ddtree.deploy.unit_file import Unit, parse
 
 KEPT = 8  # generations that stay on disk beside those in use
@@ -51,27 +51,30 @@ class Door:
 
 @dataclass(frozen=True)
 class Generation:
-    """A generation on disk."""
+    """A generation: on disk, or (number 0) not written yet."""
 
     number: int
-    folder: Path
+    texts: dict[str, str] = field(repr=False)  # rendered path -> text
     members: tuple[Member, ...]
     door: Door | None
     units: dict[str, str]  # service -> its unit's rendered path
     places: dict[str, str]  # rendered path -> where it belongs, for all but units
     purpose: str = "given"  # or shadow: the same with mode shadow-linear
 
-    def text(self, path: str) -> str:
-        """A rendered file."""
-        return (self.folder / "files" / path).read_text(encoding="utf-8")
+    @classmethod
+    def of(cls, number: int, texts: Mapping[str, str], facts: Mapping[str, Any]) -> "Generation":
+        """From rendered files and what generation.json holds. Raises KeyError and TypeError where that is damaged."""
+        members = tuple(Member(**{**one, "gpus": tuple(one["gpus"])}) for one in facts["members"])
+        door = Door(**facts["door"]) if facts["door"] else None
+        return cls(number, dict(texts), members, door, facts["units"], facts["places"], facts["purpose"])
 
-    def files(self) -> dict[str, str]:
-        """All of them."""
-        return {path: self.text(path) for path in (*self.units.values(), *self.places)}
+    def unit_text(self, service: str) -> str:
+        """A service's unit as it is written."""
+        return self.texts[self.units[service]]
 
     def unit(self, service: str) -> Unit:
         """A service's unit, read."""
-        return parse(service, self.text(self.units[service]))
+        return parse(service, self.unit_text(service))
 
     def member(self, service: str) -> Member | None:
         """The replica of this service."""
@@ -84,13 +87,18 @@ class Generation:
         if self.door is not None and service == self.door.service:
             members = {place for m in self.members for place, _ in self.unit(m.service).environment_files}
             wanted |= set(self.places.values()) - members
-        return {place: self.text(path) for path, place in self.places.items() if place in wanted}
+        return {place: self.texts[path] for path, place in self.places.items() if place in wanted}
 
     def print_of(self, service: str) -> tuple[str, tuple[tuple[str, str], ...]] | None:
         """What makes a service another one when it changes: its unit and what it reads. None where it is not here."""
         if service not in self.units:
             return None
-        return self.text(self.units[service]), tuple(sorted(self.own_files(service).items()))
+        files = tuple(sorted((place, _meaning(text)) for place, text in self.own_files(service).items()))
+        return self.unit_print(service), files
+
+    def unit_print(self, service: str) -> str:
+        """The unit alone, without what changes nothing."""
+        return _meaning(self.unit_text(service))
 
 
 @dataclass
@@ -101,7 +109,9 @@ class Operation:
     source: int | None
     target: int
     began: str
-    touched: dict[str, int | None] = field(default_factory=dict)  # service -> what it ran before; None: it was not there
+    touched: dict[str, int | None] = field(
+        default_factory=dict
+    )  # service -> what it ran before; None: it was not there
 
 
 @dataclass(frozen=True)
@@ -187,11 +197,11 @@ class Folder:
         folder = self.path / "generations" / str(number)
         try:
             facts = json.loads((folder / "generation.json").read_text(encoding="utf-8"))
-            members = tuple(Member(**{**one, "gpus": tuple(one["gpus"])}) for one in facts["members"])
-            door = Door(**facts["door"]) if facts["door"] else None
-        except (OSError, ValueError, TypeError, KeyError) as error:
+            paths = (*facts["units"].values(), *facts["places"])
+            texts = {path: (folder / "files" / path).read_text(encoding="utf-8") for path in paths}
+            return Generation.of(number, texts, facts)
+        except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
             raise DeployFailed(f"generation {number} cannot be read ({error}): apply again") from error
-        return Generation(number, folder, members, door, facts["units"], facts["places"], facts["purpose"])
 
     def pointed(self, name: str) -> Generation | None:
         """The generation that `current` or `previous` names."""
@@ -232,6 +242,12 @@ class Folder:
                 shutil.rmtree(self.path / "generations" / str(number), ignore_errors=True)
 
 
+def _meaning(text: str) -> str:
+    """A file without what changes nothing: comments, and where it was rendered from."""
+    lines = (line for line in text.splitlines() if not line.startswith(("#", "Source=")))
+    return "\n".join(lines).strip()
+
+
 def _holder(text: str) -> str:
     try:
         told = json.loads(text)
@@ -245,8 +261,9 @@ def _now() -> str:
 
 
 def begin(folder: Folder, state: State, kind: str, source: int | None, target: int) -> None:
-    """Writes down what is begun."""
-    state.operation = Operation(kind, source, target, _now())
+    """Writes down what is begun. What an interrupted command had touched stays known: a way back leads behind it."""
+    touched = state.operation.touched if state.operation is not None else {}
+    state.operation = Operation(kind, source, target, _now(), touched)
     folder.save(state)
 
 

@@ -76,9 +76,7 @@ class Supervisor:
                 done = subprocess.run(command, timeout=PRE_SECONDS, **options)
                 if done.returncode:
                     return done.returncode
-            self._child = subprocess.Popen(
-                self._unit.argv, stdin=subprocess.DEVNULL, start_new_session=True, **options
-            )
+            self._child = subprocess.Popen(self._unit.argv, stdin=subprocess.DEVNULL, start_new_session=True, **options)
         except (OSError, KeyError, subprocess.SubprocessError, DeployFailed) as error:
             print(f"{self._unit.name}: cannot be started: {error}", flush=True)
             return 203  # what systemd says then
