@@ -109,9 +109,7 @@ class Operation:
     source: int | None
     target: int
     began: str
-    touched: dict[str, int | None] = field(
-        default_factory=dict
-    )  # service -> what it ran before; None: it was not there
+    touched: dict[str, int | None] = field(default_factory=dict)  # service -> what it ran before; None: nothing
 
 
 @dataclass(frozen=True)

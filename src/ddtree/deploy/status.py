@@ -8,19 +8,7 @@ from ddtree.deploy.compare import shown
 from ddtree.deploy.live import acceptance_of, mode_of
 from ddtree.deploy.site import Site, endpoint
 
-COLUMNS = [
-    "replica",
-    "port",
-    "gpus",
-    "manager",
-    "health",
-    "mode",
-    "acceptance",
-    "running",
-    "waiting",
-    "tok/s",
-    "generation",
-]
+COLUMNS = "replica port gpus manager health mode acceptance running waiting tok/s generation".split()
 
 
 @dataclass(frozen=True)
@@ -81,8 +69,8 @@ def as_text(found: dict[str, Any]) -> str:
     lines.append(f"generation {found['current'] or '-'}, previous {found['previous'] or '-'}; {found['folder']}")
     if operation := found["interrupted"]:
         lines.append(
-            f"a {operation['kind']} to generation {operation['target']}, begun {operation['began']}, is under way or was "
-            "interrupted: the same command goes on, ddtree deploy rollback undoes it"
+            f"a {operation['kind']} to generation {operation['target']}, begun {operation['began']}, is under way or "
+            "was interrupted: the same command goes on, ddtree deploy rollback undoes it"
         )
     if stands := found["stands_in"]:
         lines.append(f"{stands['service']} stands in for {stands['stands_for']} at {stands['address']}")
@@ -97,14 +85,15 @@ def _row(site: Site, service: str) -> Row | None:
     at = endpoint(member, generation.unit(service))
     state = site.manager.state(service)
     healthy, said = at.healthy()
-    counters, load = (at.counters(), at.load()) if healthy else ({}, None)
+    counters = at.counters() if healthy else {}
+    running, waiting = (healthy and at.load()) or (None, None)
     health = "ok" if healthy else said
     if service in site.state.drained:
         health = "left out" if healthy else f"left out, {said}"
     restarts = f" ({state.restarts} restarts)" if state.restarts else ""
     return Row(
         service, int(member.address.rpartition(":")[2]), member.gpus, f"{state.state}{restarts}", health,
-        mode_of(at.info()) if healthy else None, acceptance_of(counters), *(load or (None, None)), _rate(counters),
+        mode_of(at.info()) if healthy else None, acceptance_of(counters), running, waiting, _rate(counters),
         generation.number,
     )  # fmt: skip
 

@@ -13,12 +13,8 @@ from ddtree.deploy.site import Site, endpoint
 from ddtree.deploy.state import Generation, begin
 
 LOOK_S = 0.5
-ROUNDS, CHAIN, TREE = (
-    "ddtree_shadow_rounds_total",
-    "ddtree_shadow_chain_tokens_total",
-    "ddtree_shadow_accepted_tokens_total",
-)
-DISAGREED = "ddtree_shadow_disagreements_total"
+ROUNDS, DISAGREED = "ddtree_shadow_rounds_total", "ddtree_shadow_disagreements_total"
+CHAIN, TREE = "ddtree_shadow_chain_tokens_total", "ddtree_shadow_accepted_tokens_total"
 MODE_ROUNDS, MODE_ACCEPTED = "ddtree_mode_rounds_total", "ddtree_mode_accepted_tokens_total"
 
 
@@ -89,9 +85,7 @@ def run(site: Site, shadow: Generation, way: Way, limits: Trial) -> dict[str, An
 def _decide(seen: Seen, equal: bool | None, limits: Trial) -> None:
     parity = seen.agree if seen.agree is not None else equal
     if seen.gain is None:
-        raise DeployFailed(
-            "the shadow saw no round that drafted: send it requests (--shadow-seconds), or promote without"
-        )
+        raise DeployFailed("the shadow saw no round that drafted: watch for longer (--shadow-seconds)")
     if not parity:
         how = "the tree's tokens were not those that came" if seen.agree is False else "parity was not shown"
         raise DeployFailed(f"not promoted: {how} (over {seen.rounds} rounds)")
