@@ -12,6 +12,7 @@ from typer.core import TyperGroup
 
 from ddtree import __version__
 from ddtree.cli import commands
+from ddtree.cli.deploy import deploy
 from ddtree.cli.doctor import doctor
 from ddtree.cli.interrupts import INTERRUPTED
 from ddtree.cli.serve import serve
@@ -106,6 +107,7 @@ app.command()(commands.bench)
 app.command()(commands.models)
 app.command()(doctor)
 app.add_typer(train)
+app.add_typer(deploy)
 
 
 def main() -> None:

@@ -75,7 +75,7 @@ def doctor(
         terminal = sys.stdout.isatty()
         width = shutil.get_terminal_size().columns if terminal else 0
         coloured = terminal and "NO_COLOR" not in os.environ
-        typer.echo(text.as_text(facts, diagnosis, _coloured if coloured else _plain, width))
+        typer.echo(text.as_text(facts, diagnosis, in_colour if coloured else plain, width))
     raise typer.Exit(diagnosis.exit_code)
 
 
@@ -111,9 +111,9 @@ def _look(asked: "Asked", tables: "Tables") -> "Facts":
     return probe(asked, tables.sonames(asked.engine))
 
 
-def _plain(text: str, level: str) -> str:
+def plain(text: str, level: str) -> str:
     return text
 
 
-def _coloured(text: str, level: str) -> str:
+def in_colour(text: str, level: str) -> str:
     return typer.style(text, fg=COLOURS[level], bold=True)

@@ -16,6 +16,7 @@ def argv(deployment: "Deployment", port: int) -> list[str]:
     words += ["--model", d.model, "--drafter", d.drafter, "--mode", d.mode, "--host", d.host, "--port", str(port)]
     if d.engine == "embedded":
         words += ["--shutdown-timeout", str(d.stop_seconds)]
+        words += ["--device", "cuda" if d.gpus else "cpu"]  # a card that is gone ends the start, not its speed
     elif not named(d.args, TENSOR_PARALLEL):
         words += ["--tp-size", str(d.gpus_per_replica)]
     return [*words, *d.args]

@@ -103,6 +103,13 @@ def words(field: str, given: Sequence[str]) -> None:
             raise wrong(field, word, "printable text that is not empty")
 
 
+def model(field: str, value: str) -> None:
+    """A name, a hub id or an absolute path: services start in a folder of their own."""
+    words(field, (value,))
+    if value.startswith((".", "~")):
+        raise wrong(field, value, "a name, a hub id, or a path that begins with /")
+
+
 def absolute(field: str, value: str) -> None:
     """A path that means the same wherever a service starts."""
     if not PATH.fullmatch(value):

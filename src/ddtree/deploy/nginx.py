@@ -1,4 +1,4 @@
-"""nginx in front of replicas: streams pass at once, and no request is computed twice. docs/deploy.md says why each line."""
+"""nginx in front of replicas: streams pass at once, no request is computed twice. Why: docs/deploy.md."""
 
 from collections.abc import Collection
 

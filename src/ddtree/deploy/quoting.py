@@ -1,4 +1,4 @@
-"""Text as systemd reads it back: values of environment files, and words of command lines (systemd.exec, systemd.service)."""
+"""Text as systemd reads it back: values of environment files, words of commands (systemd.exec, .service)."""
 
 import re
 

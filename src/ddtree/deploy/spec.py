@@ -93,7 +93,7 @@ class Deployment:
         one_of("engine", self.engine, ENGINES)
         one_of("mode", self.mode, MODES)
         for option in ("model", "drafter"):
-            limits.words(option, (getattr(self, option),))
+            limits.model(option, getattr(self, option))
         limits.address("host", self.host)
         for option in ("replicas_per_gpu", "gpus_per_replica", "cpu_replicas", "start_seconds"):
             at_least(option, getattr(self, option), 1)
@@ -113,6 +113,9 @@ class Deployment:
             raise wrong("user", self.user, 'a user\'s name with scope "system" (services run as it), else left out')
         if self.user:
             limits.user(self.user)
+            for option in ("secrets", "folder"):
+                if (value := getattr(self, option)).startswith("~"):
+                    raise wrong(option, value, 'a path that begins with / with scope = "system"')
         if self.gpus_per_replica > 1 and self.engine == "embedded":
             raise wrong("gpus_per_replica", self.gpus_per_replica, '1: the embedded engine runs on one device; '
                         'more with engine = "sglang"')  # fmt: skip
@@ -134,7 +137,7 @@ class Deployment:
         self._check_ports()
 
     def _check_ports(self) -> None:
-        within("port", self.port, 1 if self.scope == "system" else 1024, 65536 - self.per_host)
+        within("port", self.port, 1024, 65536 - self.per_host)
         if self.routed == "none":
             return
         last = self.port + self.per_host - 1

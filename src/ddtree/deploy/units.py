@@ -1,4 +1,4 @@
-"""Units of systemd: of a replica and of the router in front of them. Why each line is there, or left out: docs/deploy.md."""
+"""Units of systemd: of a replica, and of the router. Why each line is there or left out: docs/deploy.md."""
 
 from collections.abc import Iterator, Sequence
 

@@ -43,14 +43,21 @@ def as_text(facts: Facts, diagnosis: Diagnosis, style: Style = lambda text, leve
     level = {0: "fine", 1: "fail", 2: "unknown"}[diagnosis.exit_code]
     verdict = style(diagnosis.verdict, level)
     lead = f"{verdict}: the {asked.engine} engine with {shown(asked.model)}: {LEADS[diagnosis.verdict]}"
-    parts = [[lead]]
-    parts += [_paragraph(same, style, width) for same in _grouped(diagnosis.findings)]
-    parts.append(_table("machine", _machine(facts), width))
-    if diagnosis.advice:
-        parts.append(_table("cards", _cards(facts, diagnosis), width))
+    parts = [[lead], *paragraphs(diagnosis.findings, style, width), *tables(facts, diagnosis, width)]
     if diagnosis.unseen:
-        parts.append(_table("not looked at", diagnosis.unseen, width))
+        parts.append(table("not looked at", diagnosis.unseen, width))
     return "\n\n".join("\n".join(part) for part in parts)
+
+
+def paragraphs(findings: Iterable[Finding], style: Style, width: int) -> list[list[str]]:
+    """The lines of each finding; those that one remedy mends are one paragraph."""
+    return [_paragraph(same, style, width) for same in _grouped(findings)]
+
+
+def tables(facts: Facts, diagnosis: Diagnosis, width: int) -> list[list[str]]:
+    """The lines about the machine, and about its cards where it has some."""
+    cards = [table("cards", _cards(facts, diagnosis), width)] if diagnosis.advice else []
+    return [table("machine", _machine(facts), width), *cards]
 
 
 def _grouped(findings: Iterable[Finding]) -> list[list[Finding]]:
@@ -80,7 +87,8 @@ def _wrapped(head: str, text: str, width: int, indent: int) -> list[str]:
     return [head + lines[0], *(" " * indent + line for line in lines[1:])]
 
 
-def _table(title: str, rows: Any, width: int) -> list[str]:
+def table(title: str, rows: Any, width: int) -> list[str]:
+    """The lines of a table of two columns."""
     rows = list(rows)
     left = max(len(name) for name, _ in rows)
     lines = [title]

@@ -28,12 +28,12 @@ def older(folder: Path) -> dict[str, str]:
 
 def difference(before: Mapping[str, str], after: Mapping[str, str]) -> str:
     """A unified diff, "" where nothing differs. Values whose names say key, token or the like are not shown."""
-    parts = []
+    parts: list[str] = []
     for path in sorted({*before, *after}):
         old, new = before.get(path, ""), after.get(path, "")
         if old != new:
-            names = [path if path in side else "/dev/null" for side in (before, after)]
-            parts += difflib.unified_diff(_lines(old), _lines(new), *names, lineterm="")
+            was, will = (path if path in side else "/dev/null" for side in (before, after))
+            parts += difflib.unified_diff(_lines(old), _lines(new), was, will, lineterm="")
     shown: list[str] = []
     hidden = False  # a hidden value may go over several lines
     for line in parts:
