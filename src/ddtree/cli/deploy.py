@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ddtree.cli import deploy_live
 from ddtree.errors import DDTreeError
 
 CANNOT_TELL = 2
@@ -82,3 +83,6 @@ def check(
 
     typer.echo(report.as_text(in_colour if coloured else plain, width))
     raise typer.Exit(report.exit_code)
+
+
+deploy_live.add(deploy)

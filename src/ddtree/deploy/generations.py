@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.deploy.failures import DeployFailed
-from ddtree.deploy.files import difference
+from ddtree.deploy.folder import difference
 from ddtree.deploy.render import render
 from ddtree.deploy.routers import has
 from ddtree.deploy.spec import Deployment, load

@@ -8,7 +8,8 @@ from ddtree.deploy.compare import shown
 from ddtree.deploy.live import acceptance_of, mode_of
 from ddtree.deploy.site import Site, endpoint
 
-COLUMNS = "replica port gpus manager health mode acceptance running waiting tok/s generation".split()
+COLUMNS = ["replica", "port", "gpus", "manager", "health", "mode"]
+FIGURES = ["acceptance", "running", "waiting", "tok/s", "generation"]
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ def as_text(found: dict[str, Any]) -> str:
         ]
         for row in found["replicas"]
     ]  # fmt: skip
-    lines = [format_table(COLUMNS, rows, left=(0, 2, 3, 4, 5))] if rows else ["no replica runs here"]
+    lines = [format_table([*COLUMNS, *FIGURES], rows, left=(0, 2, 3, 4, 5))] if rows else ["no replica runs here"]
     if router := found["router"]:
         lines.append(f"router: {router['kind']} on {router['address']}, {router['manager']}")
     lines.append(f"generation {found['current'] or '-'}, previous {found['previous'] or '-'}; {found['folder']}")
