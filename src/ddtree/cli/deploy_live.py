@@ -2,7 +2,8 @@
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -60,7 +61,8 @@ def apply(
     from ddtree.deploy import commands
 
     asked = _asked(file, sets, host, manager, yes or dry_run, as_json, start_seconds, drain_seconds)
-    _end(commands.apply(asked, dry_run), as_json)
+    with _log_on_its_lines():
+        _end(commands.apply(asked, dry_run), as_json)
 
 
 def status(
@@ -109,7 +111,8 @@ def rollout(
     asked = _asked(file, sets, host, manager, yes or dry_run, as_json, start_seconds, drain_seconds)
     limits = Limits(min_speed, min_acceptance, prompts, max_tokens)
     trial = Trial(1.0 if min_gain is None else min_gain, shadow_seconds or 0.0) if shadow_first else None
-    _end(commands.rollout(asked, limits, dry_run, beside_port, trial), as_json)
+    with _log_on_its_lines():
+        _end(commands.rollout(asked, limits, dry_run, beside_port, trial), as_json)
 
 
 def rollback(
@@ -127,7 +130,8 @@ def rollback(
     from ddtree.deploy.compare import Limits
 
     asked = _asked(file, sets, host, manager, yes, as_json, start_seconds, drain_seconds)
-    _end(commands.rollback(asked, Limits()), as_json)
+    with _log_on_its_lines():
+        _end(commands.rollback(asked, Limits()), as_json)
 
 
 def remove(
@@ -143,7 +147,8 @@ def remove(
     from ddtree.deploy import commands
 
     asked = _asked(file, sets, host, manager, yes, as_json, None, 300.0)
-    _end(commands.remove(asked, keep or ()), as_json)
+    with _log_on_its_lines():
+        _end(commands.remove(asked, keep or ()), as_json)
 
 
 def _asked(
@@ -176,6 +181,21 @@ def _agree(yes: bool, as_json: bool) -> Callable[[str], bool]:
         return typer.confirm(question, err=as_json)
 
     return agree
+
+
+@contextmanager
+def _log_on_its_lines() -> Iterator[None]:
+    """An error that quotes a service's log keeps its lines; Ctrl-C says how to go on."""
+    from ddtree.deploy.failures import DeployFailed
+
+    try:
+        yield
+    except DeployFailed as error:
+        typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        typer.echo("interrupted: the same command goes on from here, ddtree deploy rollback undoes it", err=True)
+        raise
 
 
 def _tell_aside(line: str) -> None:
