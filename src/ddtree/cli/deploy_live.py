@@ -127,11 +127,10 @@ def rollback(
 ) -> None:
     """Undo an interrupted command, or go back to the previous generation, replica by replica."""
     from ddtree.deploy import commands
-    from ddtree.deploy.compare import Limits
 
     asked = _asked(file, sets, host, manager, yes, as_json, start_seconds, drain_seconds)
     with _log_on_its_lines():
-        _end(commands.rollback(asked, Limits()), as_json)
+        _end(commands.rollback(asked), as_json)
 
 
 def remove(

@@ -2,7 +2,7 @@
 
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -85,8 +85,8 @@ def rollout(
     return _change(asked, "rollout", Way(Checks(limits), beside_port), dry_run, trial_limits)
 
 
-def rollback(asked: Asked, limits: Limits) -> Outcome:
-    """Undoes an interrupted command; else goes back to the previous generation, by health and smoke test."""
+def rollback(asked: Asked) -> Outcome:
+    """Undoes an interrupted command; else goes back to the previous generation, by health and smoke test alone."""
     deployment, _ = draft(asked.path, asked.sets, asked.host)
     with Folder(deployment.state_folder).held("ddtree deploy rollback"):
         site = open_site(asked, deployment)
@@ -103,9 +103,8 @@ def rollback(asked: Asked, limits: Limits) -> Outcome:
         asked.tell(Draft(target.texts, {}, "", ()).difference(current))
         if not asked.agree(f"go back from generation {current.number} to {target.number}?"):
             return Outcome(False, current.number)
-        checks = Checks(replace(limits, binding=False))
-        converge(site, "rollback", target, Way(checks))
-        return Outcome(True, target.number, {"comparisons": checks.verdicts})
+        converge(site, "rollback", target, Way(Checks(Limits(compare=False))))
+        return Outcome(True, target.number)
 
 
 def remove(asked: Asked, keep: Sequence[str] = ()) -> Outcome:

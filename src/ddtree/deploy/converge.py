@@ -149,11 +149,11 @@ def _check_again(site: Site, target: Generation, member: Member, way: Way) -> No
 def _check(site: Site, target: Generation, member: Member, way: Way, said: str) -> None:
     """Smoke test and comparison, where they are asked for."""
     if way.checks is not None:
-        if not way.checks.baselines:
+        if way.checks.limits.compare and not way.checks.baselines:
             _measure_other(site, target, member, way.checks)
         at = endpoint(member, target.unit(member.service))
         verdict = way.checks.decide(member.service, way.checks.probe(member.service, at))
-        said += f"; {verdict.line()}" if verdict is not None else "; the smoke test passed, nothing to compare with"
+        said += f"; {verdict.line()}" if verdict is not None else "; the smoke test passed, nothing was compared"
     site.tell(said)
 
 
