@@ -10,7 +10,13 @@ PYTHON = "/opt/ddtree/bin/python"
 
 def made(**changes: Any) -> Deployment:
     """Two replicas on a CPU, in the user's own systemd, everything named that a machine would decide."""
-    values = {"name": "chat", "cpu_replicas": 2, "python": PYTHON, "systemd": 252, "source": "chat.toml"}
+    values: dict[str, Any] = {
+        "name": "chat",
+        "cpu_replicas": 2,
+        "python": PYTHON,
+        "systemd": 252,
+        "source": "chat.toml",
+    }
     if changes.get("gpus"):
         del values["cpu_replicas"]
     return Deployment(**values | changes)

@@ -234,7 +234,7 @@ def test_which_host_this_is(monkeypatch: pytest.MonkeyPatch) -> None:
     assert made(hosts=("a", "b.example")).here() == "b.example"
     assert made(hosts=("a", "b")).here() == "b"
     assert made(hosts=("a", "c")).here("c") == "c"
-    with pytest.raises(InvalidOption, match="this machine is called b.example, which is none of a, c: .* --host"):
+    with pytest.raises(InvalidOption, match=r"this machine is called b\.example, which is none of a, c: .* --host"):
         made(hosts=("a", "c")).here()
     with pytest.raises(InvalidOption, match="host 'd' is unknown: choose one of a, c"):
         made(hosts=("a", "c")).here("d")

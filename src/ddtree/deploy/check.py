@@ -13,6 +13,7 @@ from ddtree.deploy.spec import Deployment
 from ddtree.doctor import Asked, Diagnosis, Facts, Finding, judge
 from ddtree.doctor import load as load_rules
 from ddtree.doctor.derive import weights
+from ddtree.doctor.facts import Gpu
 from ddtree.doctor.judge import ORDER, VERDICTS
 from ddtree.doctor.probe import probe
 from ddtree.doctor.text import Style, paragraphs, table, tables
@@ -120,15 +121,19 @@ def _cards(d: Deployment, facts: Facts) -> Iterator[Finding]:
     """GPUs of the file that this machine does not have. Where nvidia-smi failed, the doctor has said so."""
     if not d.gpus or facts.driver.smi in ("failed", "timeout"):
         return
-    there = {str(gpu.index) for gpu in facts.gpus} | {gpu.uuid for gpu in facts.gpus if gpu.uuid}
     for gpu in d.gpus:
         if gpu.startswith("MIG-"):
             yield look.finding("unknown", "gpu-part", gpu, f"whether {gpu} is here could not be told", "parts of GPUs "
                                "are not looked at", "nvidia-smi -L lists them")  # fmt: skip
-        elif gpu not in there:
+        elif not any(_is(card, gpu) for card in facts.gpus):
             listed = ", ".join(str(one.index) for one in facts.gpus) or "no GPU"
             yield look.finding("fail", "gpu-missing", gpu, f"GPU {gpu} is not in this machine", f"nvidia-smi: {listed}",
                                'take it out of gpus in the file; gpus = "none" runs on the CPU')  # fmt: skip
+
+
+def _is(card: Gpu, name: str) -> bool:
+    """Whether the file means this card; CUDA takes the beginning of a UUID, too."""
+    return str(card.index) == name or (not name.isdigit() and (card.uuid or "").startswith(name))
 
 
 def _memory(d: Deployment, facts: Facts) -> Iterator[Finding]:
@@ -137,7 +142,7 @@ def _memory(d: Deployment, facts: Facts) -> Iterator[Finding]:
     together = d.replicas_per_gpu if d.gpus else d.per_host
     if each is None or together < 2 or look.held(d):  # what runs already has its memory
         return
-    rooms = {gpu.index: gpu.memory_mib for gpu in facts.gpus if {str(gpu.index), gpu.uuid} & set(d.gpus)}
+    rooms = {card.index: card.memory_mib for card in facts.gpus if any(_is(card, name) for name in d.gpus)}
     for index, room in rooms.items() if d.gpus else [(None, facts.system.memory_mib)]:
         if room is not None and each * together > room:
             where = "this machine" if index is None else f"GPU {index}"

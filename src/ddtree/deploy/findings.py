@@ -160,10 +160,13 @@ def router(d: Deployment, host: str, files: Mapping[str, str]) -> Iterator[Findi
 
 
 def _arguments(d: Deployment, host: str) -> Iterator[Finding]:
-    """Names of options: `--help` ends the command once all of them are known. SGLang's own are not known here."""
+    """Names of options: `--help` ends the command once all were read. SGLang's own are not known here."""
     if d.engine == "sglang" or not d.args:
         return
-    code, said = _run([*d.on(host)[0].argv, "--help"], os.environ)
+    words = d.on(host)[0].argv
+    verb = words.index("serve") + 1
+    # Not as the last word, where an option without its value would take it, and the server would start.
+    code, said = _run([*words[:verb], "--help", *words[verb:]], os.environ)
     if code is None:
         yield finding("unknown", "args-untold", "args", "whether ddtree serve takes args could not be told", said,
                       f"{d.on(host)[0].argv[0]} -m ddtree serve --help")  # fmt: skip

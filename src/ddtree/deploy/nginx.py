@@ -25,7 +25,7 @@ http {{
     access_log off;  # each server logs its own requests
     server_tokens off;
     client_max_body_size {body}m;
-    client_body_buffer_size 1m;
+    client_body_buffer_size {body}m;  # prompts are never written to a file
     # Under the folder that -p names:
     client_body_temp_path body;
     proxy_temp_path proxy;
