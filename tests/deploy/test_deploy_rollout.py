@@ -14,6 +14,8 @@ from ddtree.deploy.compare import Limits
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.trial import Trial
 
+SLOWER = 'environment.FAKE_TOKENS_S="200"'  # so that a rollout lasts long enough to be killed in its middle
+
 
 @pytest.fixture
 def two(tmp_path: Path) -> Iterator[Deployed]:
@@ -124,7 +126,7 @@ def test_no_way_back_from_the_first_generation(two: Deployed) -> None:
 def test_killed_in_the_middle(two: Deployed, then: str) -> None:
     """After the first replica, before the second one's turn is over."""
     pids = two.pids()
-    words = [str(two.path), "--set", "mode=tree", "--set", "environment.FAKE_TOKENS_S=200", "--prompts", "2", "--min-speed", "0"]
+    words = [str(two.path), "--set", "mode=tree", "--set", SLOWER, "--prompts", "2", "--min-speed", "0"]
     with running_command(two, "rollout", *words) as command:
         wait_until(lambda: len(two.state().operation.touched if two.state().operation else {}) == 2)
         command.send_signal(signal.SIGKILL)
@@ -134,7 +136,7 @@ def test_killed_in_the_middle(two: Deployed, then: str) -> None:
     assert two.folder.pointed("current").number == 1
     if then == "goes on":
         limits = Limits(0, prompts=2, max_tokens=8)
-        assert two.rollout("mode=tree", "environment.FAKE_TOKENS_S=200", limits=limits).generation == 2
+        assert two.rollout("mode=tree", SLOWER, limits=limits).generation == 2
         assert any("was interrupted: this goes on from there" in line for line in two.said)
         assert two.modes() == ["tree", "tree"]
     else:
@@ -146,7 +148,7 @@ def test_killed_in_the_middle(two: Deployed, then: str) -> None:
 
 
 def test_an_interrupted_rollout_that_fails_later_goes_back_behind_both(two: Deployed) -> None:
-    words = [str(two.path), "--set", "mode=tree", "--set", "environment.FAKE_TOKENS_S=200", "--prompts", "2", "--min-speed", "0"]
+    words = [str(two.path), "--set", "mode=tree", "--set", SLOWER, "--prompts", "2", "--min-speed", "0"]
     with running_command(two, "rollout", *words) as command:
         wait_until(lambda: len(two.state().operation.touched if two.state().operation else {}) == 2)
         command.send_signal(signal.SIGKILL)
