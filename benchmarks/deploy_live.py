@@ -150,7 +150,7 @@ gpus = "none"
 cpu_replicas = 2
 port = {port}
 folder = "{folder / "place"}"
-args = ["--dtype", "float32", "--max-model-len", "1024", "--max-running-requests", "4"]
+args = ["--dtype", "float32", "--max-model-len", "1024", "--max-running-requests", "4", "--tree-budget", "15"]
 start_seconds = 300
 
 [environment]

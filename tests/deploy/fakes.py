@@ -138,5 +138,3 @@ def wait_until(what: Callable[[], bool], seconds: float = 20.0) -> None:
     while not what():
         assert time.monotonic() < until, "it did not happen in time"
         time.sleep(0.02)
-
-

@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import Deployed, make
 
 from ddtree.deploy import commands
 from ddtree.deploy.failures import DeployFailed, Locked
+from fakes import Deployed, make
 
 
 @pytest.fixture
@@ -102,7 +102,7 @@ def test_a_port_that_something_else_has(two: Deployed, monkeypatch: pytest.Monke
 
 
 def test_two_commands_cannot_run_at_once(two: Deployed) -> None:
-    with two.folder.held("ddtree deploy rollout"), pytest.raises(Locked, match="`ddtree deploy rollout` .process"):
+    with two.folder.held("ddtree deploy rollout"), pytest.raises(Locked, match=r"`ddtree deploy rollout` \(process"):
         two.apply()
     assert two.apply().changed
 

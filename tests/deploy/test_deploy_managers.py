@@ -8,14 +8,14 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from a_deployment import made
-from fakes import wait_until
 
+from a_deployment import made
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.managers import Processes, Systemd, choose
 from ddtree.deploy.procs import Process
 from ddtree.deploy.render import render
 from ddtree.deploy.unit_file import parse, read_environment, seconds
+from fakes import wait_until
 
 UNIT = """\
 [Unit]
@@ -184,9 +184,7 @@ def systemctl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder, noted, answer = tmp_path / "bin", tmp_path / "noted", tmp_path / "answer"
     folder.mkdir()
     program = folder / "systemctl"
-    program.write_text(
-        f"#!/bin/sh\necho \"$@\" >> {noted}\ncase \"$*\" in *show*) cat {answer};; esac\n", encoding="utf-8"
-    )
+    program.write_text(f'#!/bin/sh\necho "$@" >> {noted}\ncase "$*" in *show*) cat {answer};; esac\n', encoding="utf-8")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
     answer.write_text("Version=252\n", encoding="utf-8")
     monkeypatch.setenv("PATH", f"{folder}:{os.environ['PATH']}")
@@ -224,10 +222,13 @@ def test_what_systemd_is_told(systemctl: Path, tmp_path: Path) -> None:
         ("failed", "failed", "failed"),
         ("inactive", "dead", "stopped"),
         ("activating", "auto-restart", "waiting"),
+        ("activating", "start-post", "failed"),  # without a main process: its health is asked for in vain
     ],
 )
 def test_systemd_s_states(systemctl: Path, tmp_path: Path, active: str, sub: str, state: str) -> None:
-    (tmp_path / "answer").write_text(f"ActiveState={active}\nSubState={sub}\nMainPID=0\n", encoding="utf-8")
+    (tmp_path / "answer").write_text(
+        f"ActiveState={active}\nSubState={sub}\nMainPID=0\nExecMainCode=1\n", encoding="utf-8"
+    )
     assert Systemd("user").state("it").state == state
 
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from a_deployment import made
 
+from a_deployment import made
 from ddtree.deploy.nginx import config
 from ddtree.deploy.spec import RouterPart
 

@@ -7,12 +7,12 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from fakes import Deployed, make, running_command, wait_until
 
 from ddtree.deploy import commands
 from ddtree.deploy.compare import Limits
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.trial import Trial
+from fakes import Deployed, make, running_command, wait_until
 
 SLOWER = 'environment.FAKE_TOKENS_S="200"'  # so that a rollout lasts long enough to be killed in its middle
 
@@ -186,7 +186,10 @@ def test_promoted_from_the_shadow(two: Deployed) -> None:
 @pytest.mark.parametrize("seconds", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("fault", "why"),
-    [("gainless", "a gain of 1.000, and --min-gain is 1.1"), ("disagree", "the tree's tokens were not those that came")],
+    [
+        ("gainless", "a gain of 1.000, and --min-gain is 1.1"),
+        ("disagree", "the tree's tokens were not those that came"),
+    ],
 )
 def test_not_promoted(two: Deployed, fault: str, why: str, seconds: float) -> None:
     if seconds and fault == "gainless":
@@ -209,5 +212,7 @@ def test_the_shadow_is_for_trees(two: Deployed) -> None:
 
 def test_a_lone_replica_has_a_gap_that_is_told(one: Deployed) -> None:
     one.rollout("mode=tree")
-    assert any("fake-0 is the only replica: requests are refused while it starts, the last" in line for line in one.said)
+    assert any(
+        "fake-0 is the only replica: requests are refused while it starts, the last" in line for line in one.said
+    )
     assert one.modes() == ["tree"]

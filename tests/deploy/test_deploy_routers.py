@@ -12,13 +12,13 @@ from typing import Any
 
 import httpx
 import pytest
-from a_deployment import made
-from fakes import Deployed, make
 
+from a_deployment import made
 from ddtree.deploy import beside, routers
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.render import render
 from ddtree.deploy.routers import SGLangRouter, has, mark, readdressed
+from fakes import Deployed, make
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 CONFIG = render(made())["localhost/nginx/chat.conf"]
@@ -27,9 +27,7 @@ CONFIG = render(made())["localhost/nginx/chat.conf"]
 def test_marks_go_to_one_server_and_come_off_again() -> None:
     down = mark(CONFIG, "127.0.0.1:30001", down=True)
     changed = [line for line in down.splitlines() if line not in CONFIG.splitlines()]
-    assert changed == [
-        "        server 127.0.0.1:30001 max_fails=1 fail_timeout=5s down;  # chat-0 of localhost"
-    ]
+    assert changed == ["        server 127.0.0.1:30001 max_fails=1 fail_timeout=5s down;  # chat-0 of localhost"]
     assert down == render(made(), down=["chat-0"])["localhost/nginx/chat.conf"]
     assert mark(down, "127.0.0.1:30001", down=True) == down
     assert mark(down, "127.0.0.1:30001", down=False) == CONFIG
@@ -39,7 +37,7 @@ def test_an_address_is_found_whole() -> None:
     assert has(CONFIG, "127.0.0.1:30001")
     assert not has(CONFIG, "127.0.0.1:3000")
     assert not has(CONFIG, "127.0.0.1:30000")  # where nginx listens
-    with pytest.raises(DeployFailed, match="no line `server 127.0.0.1:3000;`"):
+    with pytest.raises(DeployFailed, match=r"no line `server 127\.0\.0\.1:3000;`"):
         mark(CONFIG, "127.0.0.1:3000", down=True)
 
 
@@ -121,7 +119,7 @@ def test_a_router_that_takes_nobody_in(
 
 
 def test_a_router_that_is_not_there() -> None:
-    with pytest.raises(DeployFailed, match="sglang-router at http://127.0.0.1:1/workers: ConnectError"):
+    with pytest.raises(DeployFailed, match=r"sglang-router at http://127\.0\.0\.1:1/workers: ConnectError"):
         SGLangRouter("127.0.0.1:1").leave_out("127.0.0.1:2")
 
 

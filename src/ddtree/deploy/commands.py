@@ -64,7 +64,8 @@ def open_site(asked: Asked, deployment: Deployment) -> Site:
             )
         wanted = state.manager
     manager, why = choose(wanted, deployment.scope, folder.path)
-    asked.tell(f"manager: {why}")
+    started = asked.manager == "auto" and wanted != "auto"
+    asked.tell(f"manager: {f'{wanted}: it started what runs' if started else why}")
     waits = Waits(deployment.start_seconds if asked.start_s is None else asked.start_s, asked.drain_s)
     return Site(folder, manager, waits, asked.tell)
 

@@ -138,7 +138,7 @@ class Systemd:
         self._do("reload", f"{service}.service")
 
     def state(self, service: str) -> Service:
-        names = "ActiveState,SubState,MainPID,NRestarts,Result,LoadState"
+        names = "ActiveState,SubState,MainPID,NRestarts,Result,ExecMainCode,ExecMainStatus"
         done = _systemctl(self._scope, "show", f"{service}.service", "--property", names)
         if done.returncode:
             raise DeployFailed(f"systemctl show {service} failed: {' '.join(done.stderr.split())}")
@@ -149,6 +149,9 @@ class Systemd:
             state = "waiting"
         pid = int(facts.get("MainPID") or 0) or None
         detail = f"{facts.get('SubState')}, {facts.get('Result')}"
+        if facts.get("SubState") == "start-post" and pid is None and facts.get("ExecMainCode", "0") != "0":
+            # It has ended, and systemd still waits for ExecStartPost=, which asks for its health.
+            state, detail = "failed", f"ended with {facts.get('ExecMainStatus')}"
         return Service(state, pid, int(facts.get("NRestarts") or 0), detail)
 
     def logs(self, service: str, lines: int) -> str:
