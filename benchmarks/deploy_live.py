@@ -2,8 +2,8 @@
 
 python benchmarks/deploy_live.py --output benchmarks/results/deploy-live.json
 
-On a CPU machine with nginx: apply; a rollout of linear to tree, a rollback, the same rollout through the shadow; then
-rollouts of broken drafters (cut off, of another shape, all NaN), each of which must go back by itself. Clients keep
+On a CPU machine with nginx: apply; a rollout of linear to tree, a rollback; the same rollout through the shadow, refused
+where the gain that is asked for is too much, then promoted; then rollouts of broken drafters (cut off, of another shape, all NaN), each of which must go back by itself. Clients keep
 sending meanwhile, whole and streamed; every answer must be the one that its prompt had first (float32, greedy). Ends
 with code 1 where one failed, where an answer differed, or where a rollout did not end as it should.
 """
@@ -48,7 +48,8 @@ class Phase:
     seconds: float = 0.0
     requests: int = 0
     streams: int = 0
-    failures: list[str] = field(default_factory=list)
+    failures: list[str] = field(default_factory=list)  # of requests
+    unexpected: str | None = None  # where the command did not end as it should
     differing: int = 0
     modes: list[str] = field(default_factory=list)  # of the replicas, afterwards
     served_by: dict[str, int] = field(default_factory=dict)  # answers by mode
@@ -214,8 +215,8 @@ async def phase(
             info = (await client.get(f"http://127.0.0.1:{port + index}/server_info")).json()
             found.modes.append(info["speculation"]["mode"])
     if found.exit_code != expected or found.modes != modes:
-        print(f"{name}: exit code {found.exit_code}, modes {found.modes}", file=sys.stderr)
-        found.failures.append(f"ended with {found.exit_code} and {found.modes}, expected {expected} and {modes}")
+        found.unexpected = f"ended with {found.exit_code} and {found.modes}, expected {expected} and {modes}"
+        print(f"{name}: {found.unexpected}", file=sys.stderr)
     return found
 
 
@@ -230,6 +231,7 @@ async def run(args: argparse.Namespace, folder: Path) -> list[Phase]:
     plan = [
         ("linear to tree", [*rollout, *tree], 0, "tree"),
         ("rollback", ["rollback", path, *common], 0, "linear"),
+        ("shadow that gains too little", [*rollout, *tree, "--shadow-first", "--min-gain", "3"], 1, "linear"),
         ("linear to tree, in the shadow first", [*rollout, *tree, "--shadow-first", "--min-gain", "1.02"], 0, "tree"),
         ("drafter cut off", [*rollout, *tree, "--set", f"drafter={drafters['truncated']}"], 1, "tree"),
         ("drafter of another shape", [*rollout, *tree, "--set", f"drafter={drafters['shape']}"], 1, "tree"),
@@ -271,6 +273,7 @@ def main() -> None:
     report = {
         "requests": sum(one.requests for one in phases),
         "failed": sum(len(one.failures) for one in phases),
+        "unexpected": [f"{one.name}: {one.unexpected}" for one in phases if one.unexpected],
         "differing": sum(one.differing for one in phases),
         "clients": args.clients,
         "max_tokens": args.max_tokens,
@@ -279,7 +282,7 @@ def main() -> None:
         **machine(),
     }
     finish(report, args.output)
-    if report["failed"] or report["differing"]:
+    if report["failed"] or report["differing"] or report["unexpected"]:
         raise SystemExit(1)
 
 

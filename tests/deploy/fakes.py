@@ -18,7 +18,7 @@ import httpx
 
 from ddtree.deploy import commands
 from ddtree.deploy.compare import Limits
-from ddtree.deploy.managers import Processes
+from ddtree.deploy.processes import Processes
 from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.state import Folder, State
 from ddtree.deploy.trial import Trial

@@ -10,10 +10,12 @@ from pathlib import Path
 import pytest
 
 from a_deployment import made
+from ddtree.deploy.choose import choose
 from ddtree.deploy.failures import DeployFailed
-from ddtree.deploy.managers import Processes, Systemd, choose
+from ddtree.deploy.processes import Processes
 from ddtree.deploy.procs import Process
 from ddtree.deploy.render import render
+from ddtree.deploy.systemd import Systemd
 from ddtree.deploy.unit_file import parse, read_environment, seconds
 from fakes import wait_until
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ddtree.deploy import trial
+from ddtree.deploy.choose import choose
 from ddtree.deploy.compare import Checks, Limits
 from ddtree.deploy.converge import (
     Way,
@@ -15,11 +16,10 @@ from ddtree.deploy.converge import (
     gone,
     nothing_to_do,
     put_back,
-    router_change,
 )  # fmt: skip
+from ddtree.deploy.doors import router_change
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.generations import Draft, draft, shadow
-from ddtree.deploy.managers import choose
 from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.spec import Deployment
 from ddtree.deploy.state import Folder, Generation

@@ -3,21 +3,16 @@
 `apply`, `rollout` and `rollback` are this with other targets and other checks.
 """
 
-import socket
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 from ddtree.deploy import beside
 from ddtree.deploy.compare import Checks
+from ddtree.deploy.doors import router_change, turn_router
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Endpoint
-from ddtree.deploy.routers import Nginx
-from ddtree.deploy.site import POLL_S, Site, endpoint
-from ddtree.deploy.state import Door, Generation, Member, begin
-
-LISTENS_S = 20.0  # for a router to take connections
+from ddtree.deploy.site import Site, endpoint
+from ddtree.deploy.state import Generation, Member, begin
 
 
 @dataclass(frozen=True)
@@ -36,19 +31,6 @@ def changed(site: Site, target: Generation) -> list[Member]:
 def gone(site: Site, target: Generation) -> list[str]:
     """The services that run and are not in a generation."""
     return [service for service in sorted(site.state.services) if service not in target.units]
-
-
-def router_change(site: Site, target: Generation) -> str | None:
-    """What the router needs: start, restart or reload; None where it runs as the generation says."""
-    door = target.door
-    if door is None:
-        return None
-    running = site.running_generation(door.service)
-    if running is None or not site.manager.state(door.service).running:
-        return "start"
-    if running.unit_print(door.service) != target.unit_print(door.service):
-        return "restart"
-    return "reload" if any(_differs(place, text) for place, text in target.own_files(door.service).items()) else None
 
 
 def nothing_to_do(site: Site, target: Generation) -> bool:
@@ -178,7 +160,7 @@ def _forward(site: Site, target: Generation, way: Way) -> None:
     for member in changed(site, target):
         replace_one(site, target, member, way)
     beside.clear(site)  # of an interrupted command
-    _turn_router(site, target)
+    turn_router(site, target)
     for service in gone(site, target):
         site.touch(service)
         running = site.running_generation(service)
@@ -197,58 +179,13 @@ def _restore(site: Site, service: str, number: int | None) -> None:
     former = site.folder.generation(number)
     member = former.member(service)
     if member is None:
-        _turn_router(site, former)
+        turn_router(site, former)
     elif site.state.services.get(service) == number and site.manager.state(service).running:
         site.wait_healthy(service, endpoint(member, former.unit(service)))
         site.let_in(member)
     else:
         replace_one(site, former, member, Way())
     site.tell(f"{service}: generation {number} again")
-
-
-def _turn_router(site: Site, target: Generation) -> None:
-    """The router as the generation has it. Its own start anew is the one thing here that clients may notice."""
-    change, door = router_change(site, target), target.door
-    if door is None or change is None:
-        if door is not None:
-            site.state.services[door.service] = target.number
-            site.save()
-        return
-    site.touch(door.service)
-    if change == "reload" and door.kind == "nginx":
-        nginx = site.router()
-        assert isinstance(nginx, Nginx)
-        assert door.config is not None
-        texts = target.own_files(door.service)
-        nginx.load(texts[door.config])
-        site.install(target, door.service)
-        site.tell(f"{door.service}: reloaded")
-        return
-    if site.manager.state(door.service).state != "stopped":
-        site.tell(f"{door.service}: starts anew, so requests are refused for a moment")
-        site.stop(door.service)
-    site.install(target, door.service)
-    site.manager.start(door.service)
-    _wait_for_door(site, door)
-    site.tell(f"{door.service}: listens on {door.address}")
-
-
-def _wait_for_door(site: Site, door: Door) -> None:
-    host, _, port = door.address.rpartition(":")
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else host
-    until = time.monotonic() + LISTENS_S
-    while True:
-        found = site.manager.state(door.service)
-        if found.state in ("failed", "waiting") or found.restarts:
-            raise DeployFailed(f"{door.service} died; its last lines:\n{site.manager.logs(door.service, 20)}")
-        try:
-            socket.create_connection((host, int(port)), timeout=1).close()
-            if found.running:
-                return
-        except OSError:
-            time.sleep(POLL_S)
-        if time.monotonic() > until:
-            raise DeployFailed(f"{door.service} does not listen on {door.address} after {LISTENS_S:g} s")
 
 
 def _is_there(site: Site, target: Generation, member: Member) -> bool:
@@ -259,10 +196,3 @@ def _is_there(site: Site, target: Generation, member: Member) -> bool:
         return False
     healthy, _ = endpoint(member, target.unit(member.service)).healthy()
     return healthy
-
-
-def _differs(place: str, text: str) -> bool:
-    try:
-        return Path(place).read_text(encoding="utf-8") != text
-    except FileNotFoundError:
-        return True

@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
@@ -263,8 +262,3 @@ def begin(folder: Folder, state: State, kind: str, source: int | None, target: i
     touched = state.operation.touched if state.operation is not None else {}
     state.operation = Operation(kind, source, target, _now(), touched)
     folder.save(state)
-
-
-def age_s(stamp: str) -> float:
-    """Seconds since a time that this module wrote."""
-    return time.time() - datetime.fromisoformat(stamp).timestamp()
