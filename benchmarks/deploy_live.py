@@ -2,7 +2,7 @@
 
 python benchmarks/deploy_live.py --output benchmarks/results/deploy-live.json
 
-On a CPU machine with nginx: apply; a rollout of linear to tree, a rollback; the same rollout through the shadow, refused
+On a CPU machine with nginx: apply; a rollout of linear to tree, a rollback; the same rollout by the shadow, refused
 where too much gain is asked for, then promoted; then rollouts of broken drafters (cut off, of another shape, all NaN),
 each of which must go back by itself. Clients keep sending meanwhile, whole and streamed; every answer must be the one
 that its prompt had first (float32, greedy). Ends with code 1 where a request failed, an answer differed, or a command

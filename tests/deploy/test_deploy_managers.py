@@ -14,7 +14,7 @@ from ddtree.deploy.choose import choose
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.processes import Processes
 from ddtree.deploy.procs import Process
-from ddtree.deploy.render import render
+from ddtree.deploy.render import MADE, render
 from ddtree.deploy.systemd import Systemd
 from ddtree.deploy.unit_file import parse, read_environment, seconds
 from fakes import wait_until
@@ -199,8 +199,15 @@ def test_what_systemd_is_told(systemctl: Path, tmp_path: Path) -> None:
         "ActiveState=activating\nSubState=start-post\nMainPID=7\nNRestarts=0\nResult=success\n", encoding="utf-8"
     )
     manager = Systemd("user")
-    manager.install("it", unit("pass"))
-    assert (tmp_path / "config/systemd/user/it.service").read_text(encoding="utf-8") == unit("pass")
+    path = tmp_path / "config/systemd/user/it.service"
+    path.parent.mkdir(parents=True)
+    path.write_text("[Service]\nExecStart=/bin/true\n", encoding="utf-8")
+    with pytest.raises(DeployFailed, match="was not made by ddtree deploy: take it away"):
+        manager.install("it", unit("pass"))
+    path.unlink()
+    text = f"{MADE}it.toml\n{unit('pass')}"
+    manager.install("it", text)
+    assert path.read_text(encoding="utf-8") == text
     manager.start("it")
     assert manager.state("it").state == "starting"
     assert manager.state("it").pid == 7

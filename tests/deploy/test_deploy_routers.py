@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import socket
 import threading
 from collections import Counter
 from collections.abc import Iterator
@@ -14,7 +15,8 @@ import httpx
 import pytest
 
 from a_deployment import made
-from ddtree.deploy import beside, routers
+from ddtree.deploy import beside, routers, site
+from ddtree.deploy.compare import Limits
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.render import render
 from ddtree.deploy.routers import SGLangRouter, has, mark, readdressed
@@ -153,7 +155,8 @@ class Traffic:
                 try:
                     response = client.post(f"{self._url}/v1/chat/completions", json=body)
                     whole = "[DONE]" in response.text if turn % 2 else '"choices"' in response.text
-                    self.statuses[response.status_code if whole else "cut"] += 1
+                    ok = response.status_code == httpx.codes.OK
+                    self.statuses[f"cut: {response.text[:200]!r}" if ok and not whole else response.status_code] += 1
                 except httpx.HTTPError as error:
                     self.statuses[type(error).__name__] += 1
                 turn += 1
@@ -201,6 +204,32 @@ def test_a_lone_replica_behind_nginx_is_replaced_without_a_gap(tmp_path: Path) -
         ]  # fmt: skip
     finally:
         deployed.close()
+
+
+def test_a_lone_replica_has_a_gap_without_that(tmp_path: Path) -> None:
+    if NGINX is None:
+        pytest.skip("nginx is not installed")
+    deployed = make(tmp_path, replicas=1, router="nginx", FAKE_TOKENS_S="100")
+    try:
+        deployed.apply()
+        with Traffic(f"http://127.0.0.1:{deployed.port + 1}") as traffic:
+            deployed.rollout("mode=tree", limits=Limits(0, prompts=1, max_tokens=4))
+        assert set(traffic.statuses) == {200, 503}  # answers that ran have ended
+        assert deployed.modes() == ["tree"]
+    finally:
+        deployed.close()
+
+
+def test_the_router_s_port_is_taken(routed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(site, "FREE_S", 0.1)
+    pids = routed.pids()
+    with (
+        socket.create_server(("127.0.0.1", routed.port + 3)),
+        pytest.raises(DeployFailed, match="is taken by something that is no service of this deployment"),
+    ):
+        routed.apply(f"router.port={routed.port + 3}")
+    assert httpx.get(f"http://127.0.0.1:{routed.port + 2}/health", trust_env=False).status_code == httpx.codes.OK
+    assert routed.pids() == pids
 
 
 def test_too_little_memory_for_a_second_replica(routed: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -27,7 +27,7 @@ def switch(site: Site, target: Generation, member: Member, before: Member, port:
     stand_in = replace(member, service=f"{service}-beside", address=f"{member.address.rpartition(':')[0]}:{port}")
     text = on_port(target.unit_text(service), member.address.rpartition(":")[2], port)
     check_room(site, service, before)
-    check_free(stand_in)
+    check_free(stand_in.service, stand_in.address)
     site.state.beside = Beside(stand_in.service, stand_in.address, service, member.address)
     site.save()
     put_files(target, service)

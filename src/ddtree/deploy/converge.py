@@ -165,7 +165,8 @@ def _forward(site: Site, target: Generation, way: Way) -> None:
         site.touch(service)
         running = site.running_generation(service)
         former = running.member(service) if running is not None else None
-        if running is not None and former is not None and site.manager.state(service).running:
+        up = site.manager.state(service).running and site.router() is not None  # which sends it nothing any more
+        if running is not None and former is not None and up:
             site.wait_idle(service, endpoint(former, running.unit(service)))
         site.forget(service)
         site.tell(f"{service}: stopped and removed")

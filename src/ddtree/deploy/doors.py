@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.routers import Nginx
-from ddtree.deploy.site import POLL_S, SHOWN, Site
+from ddtree.deploy.site import POLL_S, SHOWN, Site, check_free
 from ddtree.deploy.state import Door, Generation
 
 LISTENS_S = 20.0  # for a router to take connections
@@ -46,6 +46,7 @@ def turn_router(site: Site, target: Generation) -> None:
     if site.manager.state(door.service).state != "stopped":
         site.tell(f"{door.service}: starts anew, so requests are refused for a moment")
         site.stop(door.service)
+    check_free(door.service, door.address)
     site.install(target, door.service)
     site.manager.start(door.service)
     _wait_for_door(site, door)

@@ -95,7 +95,7 @@ class Site:
 
     def start(self, generation: Generation, member: Member) -> float:
         """Starts an installed replica and waits until it is healthy; seconds that it took."""
-        check_free(member)
+        check_free(member.service, member.address)
         began = time.monotonic()
         self.manager.start(member.service)
         self.wait_healthy(member.service, endpoint(member, generation.unit(member.service)))
@@ -125,19 +125,24 @@ class Site:
             time.sleep(POLL_S)
 
     def drain(self, member: Member, unit: Unit) -> None:
-        """The router sends it nothing more, and what runs there ends. Raises DeployFailed when that takes too long."""
-        self.leave_out(member)
-        self.wait_idle(member.service, endpoint(member, unit))
+        """The router sends it nothing more, and what runs there ends. Raises DeployFailed when that takes too long.
 
-    def leave_out(self, member: Member) -> None:
-        """The router sends nothing more to a replica, if another one answers."""
+        Where requests cannot go elsewhere there is nothing to wait for: the server's own stop lets answers end.
+        """
+        if self.leave_out(member):
+            self.wait_idle(member.service, endpoint(member, unit))
+
+    def leave_out(self, member: Member) -> bool:
+        """The router sends nothing more to a replica, if another one answers; whether it is so."""
         if member.service not in self.state.drained:
             self.state.drained.append(member.service)
             self.save()
         others = [one for one in self.members() if one.service not in self.state.drained]
         router = self.router()
-        if router is not None and any(self._answers(one) for one in others):
-            router.leave_out(member.address)
+        if router is None or not any(self._answers(one) for one in others):
+            return False
+        router.leave_out(member.address)
+        return True
 
     def wait_idle(self, service: str, at: Endpoint) -> None:
         """Returns when no request runs or waits there, or it answers nothing any more."""
@@ -210,9 +215,9 @@ def endpoint(member: Member, unit: Unit) -> Endpoint:
     return Endpoint(member.address, key)
 
 
-def check_free(member: Member) -> None:
-    """Raises DeployFailed where something else listens on a replica's port."""
-    host, _, port = member.address.rpartition(":")
+def check_free(service: str, at: str) -> None:
+    """Raises DeployFailed where something else listens on a service's address (host:port)."""
+    host, _, port = at.rpartition(":")
     family, kind, protocol, _, address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_STREAM)[0]
     until = time.monotonic() + FREE_S
     while True:
@@ -223,10 +228,10 @@ def check_free(member: Member) -> None:
                 return
             except OSError as error:
                 if error.errno != errno.EADDRINUSE:
-                    raise DeployFailed(f"{member.service} cannot listen on {member.address}: {error}") from error
+                    raise DeployFailed(f"{service} cannot listen on {at}: {error}") from error
         if time.monotonic() > until:
             raise DeployFailed(
-                f"{member.address} is taken by something that is no service of this deployment: stop it, or give "
-                f"{member.service} another port"
+                f"{at} is taken by something that is no service of this deployment: stop it, or give {service} "
+                "another port"
             )
         time.sleep(POLL_S)

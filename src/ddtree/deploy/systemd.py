@@ -10,6 +10,7 @@ from ddtree.deploy.atomic import write
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.managers import Service
 from ddtree.deploy.procs import POLL_S
+from ddtree.deploy.render import MADE
 from ddtree.deploy.unit_file import parse
 
 STARTED_S = 20.0  # for a start to be under way
@@ -28,6 +29,9 @@ class Systemd:
         self.folder = Path("/etc/systemd/system") if scope == "system" else Path(config) / "systemd/user"
 
     def install(self, service: str, text: str) -> None:
+        path = self.folder / f"{service}.service"
+        if path.exists() and not path.read_text(encoding="utf-8", errors="replace").startswith(MADE):
+            raise DeployFailed(f"{path} was not made by ddtree deploy: take it away, or choose another name")
         write(self.folder / f"{service}.service", text, 0o644)
         self._do("daemon-reload")
 
