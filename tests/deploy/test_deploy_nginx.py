@@ -1,9 +1,11 @@
 """nginx itself with the rendered configuration, in front of small servers that do as they are told."""
 
+import contextlib
 import json
 import shutil
 import socket
 import subprocess
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -19,16 +21,18 @@ from ddtree.deploy.spec import RouterPart
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not here: apt-get install nginx-light")
+FLOOD = 256 << 20
 BODY = {"messages": [{"role": "user", "content": "x"}]}
 
 
 class Upstream(ThreadingHTTPServer):
-    """A server that counts what it gets. `does`: answer, refuse (503), die (closes without a word) or stream."""
+    """A server that counts what it gets. `does`: answer, refuse (503), die (closes without a word), stream or flood."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
         self.does, self.posts, self.gets, self.go_on = "answer", 0, 0, threading.Event()
+        self.sent = 0  # bytes of a flood
         super().__init__(("127.0.0.1", 0), Handler)
         self.port = int(self.server_address[1])
         threading.Thread(target=self.serve_forever, daemon=True).start()
@@ -60,6 +64,13 @@ class Handler(BaseHTTPRequestHandler):
                 self.wfile.flush()
                 self.server.go_on.wait(20)
                 self.wfile.write(b"4\r\nlast\r\n0\r\n\r\n")
+            case "flood":
+                self.send_response(200)
+                self.send_header("Content-Length", str(FLOOD))
+                self.end_headers()
+                with contextlib.suppress(OSError):  # the client leaves
+                    while self.server.sent < FLOOD:
+                        self.server.sent += self.wfile.write(b"x" * (1 << 16))
             case does:
                 body = json.dumps({"port": self.server.port, "path": self.path}).encode()
                 self.send_response(503 if does == "refuse" else 200)
@@ -83,7 +94,15 @@ def upstreams() -> Iterator[list[Upstream]]:
 
 
 @pytest.fixture
-def router(upstreams: list[Upstream], tmp_path: Path) -> Iterator[Callable[..., httpx.Client]]:
+def prefix() -> Iterator[Path]:
+    """A folder that nginx's workers may use too, where root starts it."""
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o755)
+        yield Path(folder)
+
+
+@pytest.fixture
+def router(upstreams: list[Upstream], prefix: Path) -> Iterator[Callable[..., httpx.Client]]:
     """Starts nginx as the unit does, with the two replicas' ports exchanged for those of the servers."""
     running: list[subprocess.Popen[bytes]] = []
     clients: list[httpx.Client] = []
@@ -96,12 +115,13 @@ def router(upstreams: list[Upstream], tmp_path: Path) -> Iterator[Callable[..., 
         for number, server in zip((30001, 30002), upstreams, strict=True):
             assert f"127.0.0.1:{number} " in text
             text = text.replace(f"127.0.0.1:{number} ", f"127.0.0.1:{server.port} ")
-        (tmp_path / "chat.conf").write_text(text)
-        words = [str(NGINX), "-e", "stderr", "-p", f"{tmp_path}/", "-c", str(tmp_path / "chat.conf")]
+        (prefix / "chat.conf").write_text(text)
+        words = [str(NGINX), "-e", "stderr", "-p", f"{prefix}/", "-c", str(prefix / "chat.conf")]
         checked = subprocess.run([*words, "-t"], capture_output=True, text=True, timeout=20)
         assert checked.returncode == 0, checked.stderr
         assert "warn" not in checked.stderr
-        running.append(subprocess.Popen(words))
+        with (prefix / "log").open("wb") as log:
+            running.append(subprocess.Popen(words, stderr=log))
         clients.append(httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=20, trust_env=False))
         for _ in range(100):
             try:
@@ -147,6 +167,34 @@ def test_a_replica_that_stops_costs_no_request(router: Callable[..., httpx.Clien
     assert upstreams[1].posts == 10
     assert upstreams[0].posts >= 1, "it was asked, and refused"
     assert client.get("/health").status_code == 200
+
+
+def test_a_replica_that_stops_is_the_idlest(router: Callable[..., httpx.Client], upstreams: list[Upstream]) -> None:
+    """So a second try may go there again."""
+    client = router()
+    upstreams[1].does = "stream"
+    with contextlib.ExitStack() as streams:
+        while not upstreams[1].posts:
+            streams.enter_context(client.stream("POST", "/v1/completions", json=BODY))
+        upstreams[0].does, upstreams[1].does = "refuse", "answer"
+        answers = [client.post("/v1/completions", json=BODY) for _ in range(3)]
+        assert {(answer.status_code, answer.json()["port"]) for answer in answers} == {(200, upstreams[1].port)}
+        upstreams[1].go_on.set()
+
+
+def test_a_client_that_does_not_read_holds_the_replica_back(
+    router: Callable[..., httpx.Client], upstreams: list[Upstream]
+) -> None:
+    """Buffered, the answer would go to memory and files."""
+    client = router()
+    for server in upstreams:
+        server.does = "flood"
+    with client.stream("POST", "/v1/completions", json=BODY):
+        before = -1
+        while before != (now := sum(server.sent for server in upstreams)):
+            before = now
+            time.sleep(0.5)
+    assert 0 < now < FLOOD // 2
 
 
 def test_a_replica_that_is_gone_costs_no_request(
@@ -202,12 +250,12 @@ def test_routes_of_one_replica_are_not_passed_on(
 
 
 def test_large_bodies_end_at_the_limit(
-    router: Callable[..., httpx.Client], upstreams: list[Upstream], tmp_path: Path
+    router: Callable[..., httpx.Client], upstreams: list[Upstream], prefix: Path
 ) -> None:
     client = router()
     assert client.post("/v1/completions", content=b"x" * (15 << 20)).status_code == 200
     chunks = (b"x" * (1 << 20) for _ in range(15))
     assert client.post("/v1/completions", content=chunks).status_code == 200
-    assert not any(tmp_path.glob("body/*")), "a prompt was written to a file"
+    assert "temporary file" not in (prefix / "log").read_text(), "a prompt was written to a file"
     assert client.post("/v1/completions", content=b"x" * (17 << 20)).status_code == 413
     assert sum(server.posts for server in upstreams) == 2

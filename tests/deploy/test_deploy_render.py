@@ -202,8 +202,9 @@ def verify(tmp_path: Path, files: dict[str, str], user: bool) -> tuple[int, str]
 @pytest.mark.parametrize("scope", ["system", "user"])
 @pytest.mark.parametrize("what", [{}, {"gpus": ("0", "1"), "replicas_per_gpu": 2}, SGLANG | {"secrets": "/etc/s"}])
 def test_systemd_finds_no_fault(tmp_path: Path, scope: str, what: dict[str, Any]) -> None:
-    more = {"scope": scope, "user": "ddtree" if scope == "system" else "", "systemd": systemd_here()}
-    router = {"router": RouterPart(program="/bin/true", port=80 if scope == "system" else 30000)}
+    user = "ddtree" if scope == "system" else ""
+    more = {"scope": scope, "user": user, "systemd": systemd_here()}
+    router = {"router": RouterPart(program="" if "engine" in what else "/bin/true", port=80 if user else 30000)}
     odd = {"model": "/models/a b 100%", "args": ("--served-model-name", 'x $y "z"'), "folder": "/srv/a b/100%"}
     files = render(made(**what | more | router | odd, python=sys.executable))
     assert verify(tmp_path, files, scope == "user") == (0, "")

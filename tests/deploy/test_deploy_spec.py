@@ -23,7 +23,9 @@ def test_an_empty_file_is_one_replica_of_the_embedded_model_here(tmp_path: Path)
     (replica,) = deployment.replicas()
     assert (replica.host, replica.index, replica.name, replica.port, replica.gpus) == (HERE, 0, "ddtree-0", 30001, ())
     assert replica.argv[:4] == (sys.executable, "-m", "ddtree", "serve")
-    assert replica.environment == {"CUDA_VISIBLE_DEVICES": ""}, "a card that is there is not seen"
+    assert replica.environment["CUDA_VISIBLE_DEVICES"] == "", "a card that is there is not seen"
+    assert replica.environment["PATH"].split(":")[:2] == [str(Path(sys.executable).parent), "/usr/local/sbin"]
+    assert len(replica.environment) == 2
     assert (deployment.scope, deployment.routed, deployment.router.port) == ("user", "nginx", 30000)
     assert deployment.source == "chat.toml"
     assert deployment.systemd >= 247
@@ -111,6 +113,7 @@ TOGETHER = {"router": RouterPart(reach="all")}
         ({"name": "a.b"}, "name is 'a.b'"),
         ({"hosts": ()}, "hosts is []"),
         ({"hosts": ("a", "a")}, "once"),
+        ({"hosts": ("localhost", "127.0.0.1")}, "of different machines"),
         ({"hosts": ("a/b",)}, "hosts is 'a/b'"),
         ({"hosts": ("..",)}, "hosts is '..'"),
         ({"scope": "root"}, "scope 'root' is unknown: choose one of system, user"),
@@ -143,7 +146,11 @@ TOGETHER = {"router": RouterPart(reach="all")}
         ({"port": 65535}, "port is 65535: it must be from 1024 to 65534"),
         ({"router": RouterPart(port=30002)}, "router.port is 30002: it must be none of the replicas' ports 30001"),
         ({"router": RouterPart(port=80)}, "router.port is 80: it must be at least 1024 with scope"),
-        ({"router": RouterPart(args=("--policy", "random"))}, "left out with nginx"),
+        ({"router": RouterPart(args=("--policy", "random"))}, "router.args means nothing to the router nginx"),
+        ({"router": RouterPart("none", port=1)}, "router.port means nothing to the router none: leave it out"),
+        (CARDS | {"engine": "sglang", "router": RouterPart(program="/x")}, "router.program means nothing to the"),
+        (CARDS | {"engine": "sglang", "router": RouterPart(max_body_mib=1)}, "router.max_body_mib means nothing"),
+        (TOGETHER | {"hosts": ("a", "b"), "host": "10.0.0.1"}, "host is '10.0.0.1': it must be one that means every"),
         (TOGETHER | {"hosts": ("a", "b")}, "host is '127.0.0.1'"),
         (TOGETHER | {"hosts": ("localhost", "b"), "host": "0.0.0.0"}, "without localhost"),
         ({"args": ("--port", "1")}, "args holds --port, which the field port says"),

@@ -1,23 +1,23 @@
 """A deployment as one TOML file: every field checked, collisions refused by name. Writes and starts nothing."""
 
 import socket
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ddtree.config import EMBEDDED, MODES
-from ddtree.deploy import limits
+from ddtree.deploy import limits, together
 from ddtree.deploy.command import argv
 from ddtree.errors import InvalidOption
-from ddtree.settings import at_least, build, one_of, read_toml, within, wrong
+from ddtree.settings import at_least, build, one_of, read_toml, within
 
 ENGINES = ("embedded", "sglang")
 SCOPES = ("system", "user")
 ROUTERS = ("auto", "nginx", "sglang-router", "none")
 REACHES = ("host", "all")
-LOCAL = ("127.0.0.1", "localhost", "::1")
-EVERYWHERE = ("0.0.0.0", "::")
 HERE = "localhost"
+PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"  # systemd's own
 
 
 @dataclass(frozen=True)
@@ -106,54 +106,7 @@ class Deployment:
         for option in ("python", "secrets", "folder", "cache"):
             if value := getattr(self, option):
                 limits.absolute(option, value)
-        self._check_together()
-
-    def _check_together(self) -> None:
-        if (self.scope == "system") != bool(self.user):
-            raise wrong("user", self.user, 'a user\'s name with scope "system" (services run as it), else left out')
-        if self.user:
-            limits.user(self.user)
-            for option in ("secrets", "folder"):
-                if (value := getattr(self, option)).startswith("~"):
-                    raise wrong(option, value, 'a path that begins with / with scope = "system"')
-        if self.gpus_per_replica > 1 and self.engine == "embedded":
-            raise wrong("gpus_per_replica", self.gpus_per_replica, '1: the embedded engine runs on one device; '
-                        'more with engine = "sglang"')  # fmt: skip
-        if self.gpus_per_replica > 1 and self.replicas_per_gpu > 1:
-            raise wrong("replicas_per_gpu", self.replicas_per_gpu, f"1 where gpus_per_replica is "
-                        f"{self.gpus_per_replica}: a replica over several GPUs shares none")  # fmt: skip
-        if self.gpus and self.cpu_replicas > 1:
-            raise wrong("cpu_replicas", self.cpu_replicas, 'left out where gpus are named: replicas_per_gpu and '
-                        'gpus_per_replica say how many there are')  # fmt: skip
-        if not self.gpus:
-            for option in ("replicas_per_gpu", "gpus_per_replica"):
-                if getattr(self, option) > 1:
-                    raise wrong(option, getattr(self, option), 'left out where gpus is "none": see cpu_replicas')
-            if self.engine == "sglang":
-                raise wrong("gpus", "none", 'a list of GPUs with engine = "sglang", which needs one')
-        if len(self.gpus) % self.gpus_per_replica:
-            raise wrong("gpus_per_replica", self.gpus_per_replica, f"a divisor of the {len(self.gpus)} GPUs")
-        limits.parallelism(self.args, self.gpus_per_replica)
-        self._check_ports()
-
-    def _check_ports(self) -> None:
-        within("port", self.port, 1024, 65536 - self.per_host)
-        if self.routed == "none":
-            return
-        last = self.port + self.per_host - 1
-        if self.port <= self.router.port <= last:
-            raise wrong("router.port", self.router.port, f"none of the replicas' ports {self.port} to {last}")
-        if self.scope == "user" and self.router.port < 1024:
-            raise wrong("router.port", self.router.port, 'at least 1024 with scope = "user"')
-        others = [name for name in self.hosts if name not in LOCAL]
-        if self.router.reach == "all" and len(self.hosts) > 1 and self.host in LOCAL:
-            raise wrong("host", self.host, f'an address that other hosts reach, as 0.0.0.0, with router.reach = "all" '
-                        f"and hosts {', '.join(self.hosts)}")  # fmt: skip
-        if self.router.reach == "all" and others and len(others) < len(self.hosts):
-            raise wrong("hosts", list(self.hosts), 'without localhost with router.reach = "all": name every host as '
-                        "the others reach it")  # fmt: skip
-        if self.routed == "nginx" and self.router.args:
-            raise wrong("router.args", list(self.router.args), "left out with nginx: they are flags of sglang-router")
+        together.check(self)
 
     @property
     def routed(self) -> str:
@@ -198,7 +151,7 @@ class Deployment:
             one_of("host", host, self.hosts)
             return host
         full = socket.gethostname()
-        for name in (HERE, full, full.partition(".")[0], *LOCAL):
+        for name in (HERE, full, full.partition(".")[0], *together.LOCAL):
             if name in self.hosts:
                 return name
         raise InvalidOption(
@@ -215,7 +168,9 @@ class Deployment:
             )
 
     def _environment(self, gpus: tuple[str, ...]) -> dict[str, str]:
-        found = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)}  # empty: no GPU is seen, also where there are some
+        programs = str(Path(self.python or sys.executable).parent)  # ninja and the like, for kernels made at a start
+        found = {"PATH": f"{programs}:{PATH}"}
+        found["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)  # empty: no GPU is seen, also where there are some
         if gpus:
             found["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # indices as nvidia-smi counts; CUDA's own order is by speed
         if self.home:

@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from ddtree.deploy.quoting import command, path, specifiers, word
-from ddtree.deploy.spec import EVERYWHERE, Deployment, Replica
+from ddtree.deploy.spec import Deployment, Replica
 
 NGINX = "/usr/sbin/nginx"
 SECTION = "X-DDTree"  # systemd skips sections that begin with X-
@@ -85,9 +85,7 @@ def bracketed(host: str) -> str:
 
 
 def _address(d: Deployment, host: str, replica: Replica) -> str:
-    if replica.host == host:
-        return reached(d.host)
-    return replica.host if d.host in EVERYWHERE else reached(d.host)
+    return reached(d.host) if replica.host == host else replica.host
 
 
 def _nginx(d: Deployment) -> Iterator[str]:
