@@ -186,6 +186,17 @@ def test_no_request_is_lost_in_a_rollout_that_holds_and_in_one_that_does_not(rou
     assert " down;" not in config
 
 
+def test_reloads_lose_no_request(routed: Deployed) -> None:
+    router = routed.site().router()
+    with Traffic(f"http://127.0.0.1:{routed.port + 2}", clients=4) as traffic:
+        for turn in range(10):
+            address = f"127.0.0.1:{routed.port + turn % 2}"
+            router.leave_out(address)
+            router.let_in(address)
+    assert set(traffic.statuses) == {200}
+    assert traffic.statuses[200] > 20
+
+
 def test_a_lone_replica_behind_nginx_is_replaced_without_a_gap(tmp_path: Path) -> None:
     if NGINX is None:
         pytest.skip("nginx is not installed")
