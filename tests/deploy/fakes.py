@@ -100,7 +100,8 @@ def free_ports(count: int) -> int:
         try:
             sockets.append(socket.create_server(("127.0.0.1", 0)))
             first = sockets[0].getsockname()[1]
-            sockets += [socket.create_server(("127.0.0.1", first + n)) for n in range(1, count)]
+            for port in range(first + 1, first + count):
+                sockets.append(socket.create_server(("127.0.0.1", port)))
             return int(first)
         except (OSError, OverflowError):
             continue
@@ -119,7 +120,7 @@ def make(folder: Path, replicas: int = 2, router: str = "none", **environment: s
         'name = "fake"', 'mode = "linear"', 'gpus = "none"', f"cpu_replicas = {replicas}", f"port = {port}",
         f'python = "{program}"', f'folder = "{folder / "place"}"', "stop_seconds = 5", "start_seconds = 20",
         "[environment]", *(f"{name} = {json.dumps(value)}" for name, value in environment.items()),
-        "[router]", f'kind = "{router}"', f"port = {port + replicas}",
+        "[router]", f'kind = "{router}"', *([f"port = {port + replicas}"] if router != "none" else []),
     ]  # fmt: skip
     path = folder / "fake.toml"
     path.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -37,7 +37,7 @@ def test_only_what_changed_is_restarted(two: Deployed) -> None:
     unit = two.path.read_text(encoding="utf-8")
     two.path.write_text(f"# a comment that changes nothing\n{unit}", encoding="utf-8")
     assert not two.apply().changed
-    two.apply("cpu_replicas=3", "router.port=29999")
+    two.apply("cpu_replicas=3")
     assert two.pids()[:2] == pids
     assert len(two.pids()) == 3
     two.apply()

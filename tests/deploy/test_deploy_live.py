@@ -16,7 +16,10 @@ from ddtree.deploy import status
 from ddtree.deploy.compare import Limits, Measured, judge
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Answer, Endpoint, acceptance_of, mode_of, same_tokens_promised
+from ddtree.deploy.site import endpoint
+from ddtree.deploy.state import Member
 from ddtree.deploy.trial import Seen, Trial, of_answers, of_counters
+from ddtree.deploy.unit_file import parse
 from fakes import Deployed, make
 
 FLOAT32 = {"model": "m", "dtype": "float32", "numerics": "plain", "device": "cpu"}
@@ -112,6 +115,17 @@ def test_limits_are_checked() -> None:
         Trial(seconds=-1)
 
 
+def test_the_key_is_the_services_own(tmp_path: Path) -> None:
+    secrets = tmp_path / "secrets"
+    secrets.write_text('DDTREE_API_KEY="one two"\n', encoding="utf-8")
+    member = Member("it", 0, "localhost", "127.0.0.1:1", (), "tree", "embedded")
+    text = f"[Service]\nExecStart=/bin/serve --port 1\nEnvironmentFile={secrets}\n"
+    assert endpoint(member, parse("it", text)).api_key == "one"
+    assert endpoint(member, parse("it", text.replace("--port 1", "--api-key three"))).api_key == "three"
+    secrets.unlink()
+    assert endpoint(member, parse("it", text)).api_key is None
+
+
 # The shadow's figures.
 
 
@@ -201,6 +215,9 @@ def test_another_manager_would_start_them_twice(two: Deployed) -> None:
         (["--beside-port", "0"], "--beside-port must be from 1 to 65535, not 0"),
         (["--drain-seconds", "0"], "--drain-seconds must be above 0"),
         (["--min-speed", "-1"], "--min-speed must be from 0"),
+        (["--prompts", "0"], "--prompts must be from 1 to 28, those of the suite, not 0"),
+        (["--max-tokens", "0"], "--max-tokens must be from 1 to 1024, not 0"),
+        (["--beside-port", "9"], "--beside-port is for one replica behind a router"),
     ],
 )
 def test_options_that_cannot_be(tmp_path: Path, words: list[str], said: str) -> None:

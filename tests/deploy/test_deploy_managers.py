@@ -1,6 +1,7 @@
 """Units read back, the supervisor that stands in for systemd, and systemd itself as far as its commands go."""
 
 import os
+import pwd
 import signal
 import stat
 import sys
@@ -141,6 +142,16 @@ def test_a_command_that_is_not_there(processes: Processes) -> None:
     processes.start("it")
     wait_until(lambda: processes.state("it").state == "failed")
     assert "cannot be started: [Errno 2]" in processes.logs("it", 1)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can start a service as another user")
+def test_a_service_of_another_user(processes: Processes) -> None:
+    user = pwd.getpwnam("nobody")
+    code = "import os; print(os.getuid(), os.getgid(), os.environ['USER'], flush=True); import time; time.sleep(600)"
+    processes.install("it", unit(code).replace(sys.executable, "/usr/bin/env python3") + "User=nobody\n")
+    processes.start("it")
+    wait_until(lambda: processes.logs("it", 1).endswith("nobody"))
+    assert processes.logs("it", 1) == f"{user.pw_uid} {user.pw_gid} nobody"
 
 
 def test_children_of_a_service_end_with_it(processes: Processes) -> None:

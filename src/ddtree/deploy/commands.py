@@ -143,6 +143,8 @@ def _change(asked: Asked, kind: str, way: Way, dry_run: bool, trial_limits: "tri
     in_shadow = shadow(asked.path, asked.sets, asked.host) if trial_limits is not None else None
     folder = Folder(deployment.state_folder)
     _tell_of_others(asked, deployment)
+    if way.beside_port is not None:
+        _check_beside(wanted.unwritten(), way.beside_port)
     if dry_run:
         return _show(asked, open_site(asked, deployment), wanted.unwritten(), kind)
     with folder.held(f"ddtree deploy {kind}"):
@@ -169,6 +171,15 @@ def _change(asked: Asked, kind: str, way: Way, dry_run: bool, trial_limits: "tri
         if way.checks is not None:
             figures["comparisons"] = way.checks.verdicts
         return Outcome(True, target.number, figures)
+
+
+def _check_beside(target: Generation, port: int) -> None:
+    """Raises DeployFailed where a second replica would have no use, or no port."""
+    if len(target.members) != 1 or target.door is None:
+        raise DeployFailed("--beside-port is for one replica behind a router: leave it out")
+    known = [target.members[0].address, target.door.address]
+    if any(address.endswith(f":{port}") for address in known):
+        raise DeployFailed(f"--beside-port {port} is a port of the deployment itself: choose a free one")
 
 
 def _show(asked: Asked, site: Site, target: Generation, kind: str, way: Way | None = None) -> Outcome:

@@ -11,6 +11,7 @@ from ddtree.bench.suite import load_prompts
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Answer, Endpoint, mode_of, same_tokens_promised
 
+MOST_TOKENS = 1024  # of a compared answer: longer ones only take longer
 PLAIN_MODES = ("ar",)  # they draft nothing, so their acceptance says nothing
 
 
@@ -29,6 +30,11 @@ class Limits:
         for name in ("min_speed", "min_acceptance"):
             if not 0 <= getattr(self, name) <= 100:
                 raise DeployFailed(f"--{name.replace('_', '-')} must be from 0 (no limit) to 100")
+        most = len(load_prompts())
+        if not 1 <= self.prompts <= most:
+            raise DeployFailed(f"--prompts must be from 1 to {most}, those of the suite, not {self.prompts}")
+        if not 1 <= self.max_tokens <= MOST_TOKENS:
+            raise DeployFailed(f"--max-tokens must be from 1 to {MOST_TOKENS}, not {self.max_tokens}")
 
 
 @dataclass(frozen=True)

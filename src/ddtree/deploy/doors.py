@@ -59,7 +59,7 @@ def _wait_for_door(site: Site, door: Door) -> None:
     until = time.monotonic() + LISTENS_S
     while True:
         found = site.manager.state(door.service)
-        if found.state in ("failed", "waiting") or found.restarts:
+        if found.state in ("failed", "ended", "waiting") or found.restarts:
             raise DeployFailed(f"{door.service} died; its last lines:\n{site.manager.logs(door.service, SHOWN)}")
         try:
             socket.create_connection((host, int(port)), timeout=1).close()

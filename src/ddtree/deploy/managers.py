@@ -10,7 +10,7 @@ MANAGERS = ("auto", "systemd", "processes")
 class Service:
     """What a manager says of one service."""
 
-    state: str  # running, starting, waiting (for another start), failed, stopped, unsupervised, unknown
+    state: str  # running, starting, waiting (for another start), failed, ended, stopped, unsupervised
     pid: int | None = None  # of the main process
     restarts: int = 0
     detail: str = ""

@@ -44,13 +44,11 @@ class Processes:
         self._logs.mkdir(mode=0o700, parents=True, exist_ok=True)
         command = [sys.executable, "-m", "ddtree.deploy.supervisor", str(self._run / f"{service}.service"), str(status)]
         with open(os.open(self._logs / f"{service}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
-            supervisor = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True, cwd="/"
-            )
-        _OURS.append(supervisor)
+            # It leaves this process at once (two forks), so that nobody has to wait for it.
+            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", timeout=STARTED_S)
         until = time.monotonic() + STARTED_S
         while not status.exists():
-            if supervisor.poll() is not None or time.monotonic() > until:
+            if time.monotonic() > until:
                 raise DeployFailed(f"{service} could not be started:\n{self.logs(service, 20)}")
             time.sleep(POLL_S)
 
@@ -88,8 +86,6 @@ class Processes:
             raise DeployFailed(f"{service} cannot be reloaded: {' '.join(done.stderr.split())[:500]}")
 
     def state(self, service: str) -> Service:
-        for ours in _OURS:
-            ours.poll()  # fetches those that have ended
         told = self._told(service)
         supervisor, child = _process(told.get("supervisor")), _process(told.get("child"))
         pid = child.pid if child is not None and child.alive else None
@@ -98,8 +94,8 @@ class Processes:
         if supervisor is None or not supervisor.alive:
             if pid is not None:
                 return Service("unsupervised", pid, restarts, "its supervisor was killed")
-            # What ended in good order is stopped; "running" or "waiting" without anybody: both were killed.
-            return Service("failed" if state in ("failed", "running", "waiting") else "stopped", None, restarts, detail)
+            # "running" or "waiting" without anybody: both were killed.
+            return Service("failed" if state in ("running", "waiting") else state, None, restarts, detail)
         return Service("starting" if state == "running" and pid is None else state, pid, restarts, detail)
 
     def logs(self, service: str, lines: int) -> str:
@@ -115,10 +111,6 @@ class Processes:
         except (FileNotFoundError, ValueError):
             return {}
         return found if isinstance(found, dict) else {}
-
-
-# Supervisors outlive this process, so nobody waits for them; kept, since subprocess warns of those that are dropped.
-_OURS: list[subprocess.Popen[bytes]] = []
 
 
 def _process(pair: Any) -> Process | None:

@@ -109,7 +109,7 @@ class Site:
         until = time.monotonic() + self.waits.start
         while True:
             found = self.manager.state(service)
-            if found.state in ("failed", "stopped", "waiting") or found.restarts:
+            if found.state in ("failed", "ended", "stopped", "waiting") or found.restarts:
                 raise DeployFailed(
                     f"{service} died before it was healthy ({found.detail or found.state}); its last lines:\n"
                     f"{self.manager.logs(service, SHOWN)}"

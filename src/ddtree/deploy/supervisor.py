@@ -159,4 +159,7 @@ class Supervisor:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # who started this goes on
+    os.setsid()
     sys.exit(Supervisor(Path(sys.argv[1]), Path(sys.argv[2])).run())
