@@ -1,11 +1,13 @@
 """What the text so far adds to drafts (`tree_context`): acceptance length by category, off against branch and mix.
 
     OMP_NUM_THREADS=1 python benchmarks/context.py --per-category 2 --max-tokens 64 --output FILE
+    python benchmarks/context.py --device cuda --dtype bfloat16 --budgets 16,32 --output FILE
 
 Prompts of the bench's suite on the embedded pair. Every prompt is answered by all variants in turn, greedy and
 at temperature 0.7 (--temperatures), by trees at each of --budgets and, where --chain is given, by the chain. Acceptance
 length is pooled: committed tokens over verify forwards, before cuts. Tokens a second are of decoding alone; they mean
-something only on idle cores. In float32 tokens must equal those without a context: the report counts who does.
+something only on idle cores. On a GPU every variant answers once before, since its rounds are captured then. In float32
+tokens must equal those without a context: the report counts who does.
 """
 
 import sys
@@ -121,6 +123,7 @@ def main() -> None:
     options.add_argument("--temperatures", default="0,0.7")
     options.add_argument("--top-k", type=int, default=Speculation().tree_top_k)
     options.add_argument("--chain", action="store_true", help="linear too")
+    options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--stages", action="store_true", help="stage times of one prompt, from a pass of their own")
     args = options.parse_args()
@@ -128,12 +131,15 @@ def main() -> None:
     assert set(contexts) <= set(TREE_CONTEXTS), f"contexts are {TREE_CONTEXTS}"
     temperatures = [float(value) for value in args.temperatures.split(",")]
     ways = variants([int(value) for value in args.budgets.split(",")], contexts, args.chain, args.top_k)
-    engine = Engine.load(EngineConfig(dtype=args.dtype, device="cpu", prefix_caching=False, max_model_len=2048))
+    engine = Engine.load(EngineConfig(dtype=args.dtype, device=args.device, prefix_caching=False, max_model_len=2048))
     prompts = chosen(args.per_category, args.held_out)
+    if args.device != "cpu":
+        measure(engine, prompts[:1], ways, temperatures[:1], 16)
     answers = measure(engine, prompts, ways, temperatures, args.max_tokens)
     report = machine() | {
         "prompts": [prompt.id for prompt in prompts],
         "max_tokens": args.max_tokens,
+        "device": args.device,
         "dtype": args.dtype,
         "top_k": args.top_k,
         "temperatures": {f"{t:g}": summary(answers, list(ways), t) for t in temperatures},

@@ -10,14 +10,16 @@ tokens after the first over rounds, so the last round counts up to the answer's 
 """
 
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from statistics import mean, stdev
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from common import finish, machine, parser
 from ddtree.bench.suite import CATEGORIES, Prompt, load_prompts
@@ -28,6 +30,7 @@ from ddtree.engine.modes import MODES, depths_needed, lay_out, ranks_needed
 from ddtree.tree import Proposal, top_k
 
 BATCH, RANKS = 7, 16
+WHOLE: Mapping[str, Tensor | None] = {"full": None}
 CPU = torch.device("cpu")
 
 
@@ -45,18 +48,16 @@ class Record:
 
 
 @contextmanager
-def asking(engine: Engine, found: list[list[Proposal]]) -> Iterator[None]:
-    """Plain rounds ask the drafter too; its proposals [D, K] go to the answers by their seeds, which count up."""
+def asking(engine: Engine, keep: Callable[[int, Tensor], None]) -> Iterator[None]:
+    """Plain rounds ask the drafter too; its logits [D, V] go to `keep` with the number of their answer, by its seed."""
     honest = ops.HostOps.build
 
     def build(self: ops.HostOps, batch: Any, proposal: Proposal | None) -> None:
         logits = batch.drafter.propose(
             batch.drafter_cache, batch.state.tokens[:, 0], batch.state.position, batch.drafter.config.depths
         )
-        proposed = top_k(logits, RANKS)
         for index, request in enumerate(engine.scheduler._running):
-            number = (request.params.seed or 0) % BATCH
-            found[number].append(Proposal(proposed.tokens[index], proposed.log_q[index]))
+            keep((request.params.seed or 0) % BATCH, logits[index])
         honest(self, batch, proposal)
 
     ops.HostOps.build = build  # type: ignore[method-assign]
@@ -66,22 +67,38 @@ def asking(engine: Engine, found: list[list[Proposal]]) -> Iterator[None]:
         ops.HostOps.build = honest  # type: ignore[method-assign]
 
 
-def collect(engine: Engine, prompts: Sequence[Prompt], temperature: float, tokens: int) -> list[Record]:
-    """Decode everything plainly, several prompts at once; the suite has each category's prompts in turn."""
-    records = []
+def collect(
+    engine: Engine,
+    prompts: Sequence[Prompt],
+    temperature: float,
+    tokens: int,
+    cuts: Mapping[str, Tensor | None] = WHOLE,
+) -> dict[str, list[Record]]:
+    """Decode everything plainly, several prompts at once; the suite has each category's prompts in turn.
+
+    cuts: the tokens that drafts are made of, by name. Returns: what is proposed of each.
+    """
+    records: dict[str, list[Record]] = {name: [] for name in cuts}
     for start in range(0, len(prompts), BATCH):
         part = prompts[start : start + BATCH]
         ids = [engine.text.chat([{"role": "user", "content": prompt.prompt}]) for prompt in part]
-        found: list[list[Proposal]] = [[] for _ in part]
+        found: dict[str, list[list[Proposal]]] = {name: [[] for _ in part] for name in cuts}
+
+        def keep(number: int, logits: Tensor, found: dict[str, list[list[Proposal]]] = found) -> None:
+            for name, cut in cuts.items():
+                drafted = top_k(logits if cut is None else logits[:, cut], RANKS, cut)
+                found[name][number].append(drafted)
+
         params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=start + i) for i in range(len(part))]
-        with asking(engine, found):
+        with asking(engine, keep):
             generations = engine.generate(ids, params, Speculation("ar"))
-        for i, (prompt, generation) in enumerate(zip(part, generations, strict=True)):
-            assert len(found[i]) == len(generation.token_ids) - 1
-            records.append(
+        for (i, (prompt, generation)), name in product(enumerate(zip(part, generations, strict=True)), cuts):
+            proposals = found[name][i]
+            assert len(proposals) == len(generation.token_ids) - 1
+            records[name].append(
                 Record(
                     prompt.id, prompt.category, start + i >= len(prompts) // 2, ids[i], generation.token_ids,
-                    [p.tokens.tolist() for p in found[i]], [p.log_q.tolist() for p in found[i]],
+                    [p.tokens.tolist() for p in proposals], [p.log_q.tolist() for p in proposals],
                 )
             )  # fmt: skip
         print(f"T {temperature:g}: {start + len(part)} of {len(prompts)}", file=sys.stderr, flush=True)
@@ -152,7 +169,7 @@ def main() -> None:
         kept = torch.load(args.keep, weights_only=False)
     else:
         engine = Engine.load(EngineConfig(dtype="float32", device="cpu", prefix_caching=False, max_model_len=2048))
-        kept = {t: collect(engine, load_prompts(args.limit), t, args.max_tokens) for t in temperatures}
+        kept = {t: collect(engine, load_prompts(args.limit), t, args.max_tokens)["full"] for t in temperatures}
         if args.keep is not None:
             torch.save(kept, args.keep)
     ways = {

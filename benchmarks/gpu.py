@@ -9,6 +9,7 @@ Parts (--parts):
   rounds        T_round by rows, context and batch, and its ratio to T_ar
   draft8        rounds whose draft side is in 8 bits, in half precision (a card only)
   stages        draft, build, verify, accept and commit of plain decoding and of trees
+  prompts       pieces of prompts, as graphs and as single launches
   transformers  the same weights in transformers: its own generation, and a plain DDTree over it
   static        transformers' generation with its static cache, which it compiles: about a minute a combination
   pair          a real pair (--model, --drafter): tokens a second and acceptance, alone and in batches
@@ -38,11 +39,12 @@ from gpu_pair import HOW as HOW_PAIR
 from gpu_pair import compare_pair
 from gpu_peers import HOW as HOW_PEERS
 from gpu_peers import compare, compare_static
-from gpu_rounds import HOW_STAGES, kernels, round_times, round_times_draft8, stage_times, tree_of
+from gpu_rounds import HOW_STAGES, kernels, prompt_times, round_times, round_times_draft8, stage_times, tree_of
 from gpu_shapes import LARGEST_BUDGET, SHAPES, Made, make
 from gpu_timing import copy_gb_s
 
-PARTS = ("copy", "rounds", "draft8", "stages", "transformers", "static", "pair", "profile")
+PARTS = ("copy", "rounds", "draft8", "stages", "prompts", "transformers", "static", "pair", "profile")
+PROMPTS = (16, 43, 128, 300, 1000)  # tokens of a piece
 CARD = ("draft8", "profile")  # parts that need one
 QUICK = {
     "contexts": "2048", "batches": "1", "rows": "16,64", "stage_rows": "16", "blocks": 3, "turns": 8, "prompts": 2,
@@ -92,6 +94,9 @@ def measure_shape(args: argparse.Namespace, report: Report, name: str, context: 
         report.part(label, row, "draft8", partial(round_times_draft8, made, context, batch, args.stage_rows, *times))
     if "stages" in args.parts:
         report.part(label, row, "stages", partial(stage_times, made, context, batch, args.stage_rows, *times))
+    if "prompts" in args.parts and batch == 1:
+        sizes = [size for size in PROMPTS if size <= context]
+        report.part(label, row, "prompts", partial(prompt_times, made, sizes, args.turns, args.blocks))
     if "profile" in args.parts:
         report.part(label, row, "profile", partial(_profile, made, context, batch))
     for part, run in (("transformers", compare), ("static", compare_static)):

@@ -9,11 +9,12 @@ import torch
 
 from ddtree.config import Speculation
 from ddtree.engine import Engine
+from ddtree.engine.graphs import recording
 from ddtree.engine.observer import STAGES, RoundRecord, Unobserved
+from ddtree.engine.prompts import Prompts
 from ddtree.engine.round import Batch, run_round
-from ddtree.engine.runner import recording
 from gpu_shapes import Made, batch_at, with_draft_in_8_bits
-from gpu_timing import alternate_blocks, spread, step_ms, summary
+from gpu_timing import alternate_blocks, spread, step_ms, summary, wall_ms
 
 ROUND = [stage for stage in STAGES if stage != "prefill"]
 HOW_STAGES = (
@@ -156,6 +157,20 @@ def stage_times(made: Made, context: int, batch: int, rows: Sequence[int], turns
             before = times[stage]
         found[name] = {"ms": stages, "round_ms": spread(before)}
     return found
+
+
+@torch.inference_mode()
+def prompt_times(made: Made, sizes: Sequence[int], turns: int, blocks: int) -> dict[str, Any]:
+    """Milliseconds by the clock of prompts' pieces of so many tokens, until their logits are there: as the engine
+    computes them, and launched as they are, without padding and graphs."""
+    engine, variants = made.engine, {}
+    spare, device = engine.scheduler._store.spare, engine.target.spec.device
+    plain = Prompts(engine.target, engine.drafter, engine.scheduler._store)
+    for size in sizes:
+        for name, prompts in (("engine", engine.scheduler._prompts), ("plain", plain)):
+            step = partial(prompts.forward, spare, [1] * size, 0)
+            variants[f"{size} {name}"] = partial(wall_ms, step, turns, device)
+    return summary(alternate_blocks(variants, blocks), "ms", f"{sizes[0]} engine")
 
 
 @torch.inference_mode()

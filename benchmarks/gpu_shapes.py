@@ -113,7 +113,7 @@ def with_draft_in_8_bits(made: Made) -> Engine:
     """
     target = made.engine.target
     weights = RandomWeights(target.spec.dtype, target.spec.device)
-    drafter = DFlashDrafter(made.drafter_config, weights, target.embed, target.rounded_head(), rounded=True)
+    drafter = DFlashDrafter(made.drafter_config, weights, target.embed, target.draft_head(rounded=True), rounded=True)
     return Engine(target, drafter, NoText(), made.engine.config, store=made.engine._store)  # type: ignore[arg-type]
 
 

@@ -105,6 +105,7 @@ class ScriptedDrafter:
     ) -> None:
         self.script = script
         self.config = drafter_config(block_size, max_position)
+        self.vocabulary: Tensor | None = None  # of the columns that the script gives
 
     def allocate(self, slots: int, length: int) -> KVCache:
         return token_cache(slots, length)

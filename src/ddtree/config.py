@@ -1,5 +1,6 @@
 """What a user chooses: one frozen dataclass a concern, checked when it is made. A leaf: imports only `errors`."""
 
+import re
 from dataclasses import dataclass, field, replace
 
 from ddtree.errors import InvalidOption
@@ -9,6 +10,7 @@ TREE_CONTEXTS = ("off", "branch", "mix", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_DTYPES = ("auto", "int8")
 NUMERICS = ("auto", "invariant", "fast")
+DRAFT_VOCABULARY = "draft_vocabulary.json"  # in a drafter's folder: see ddtree.drafter.vocabulary
 EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024
@@ -209,6 +211,7 @@ class EngineConfig:
     cuda_graphs: bool = True  # on a GPU, rounds as CUDA graphs; off: the same kernels, launched one by one
     prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
     draft_dtype: str = "auto"  # of the weights that drafts are made with; auto: the target's; int8: a GPU only
+    draft_vocab: str = "auto"  # tokens that drafts are made of: see ddtree.drafter.choose_vocabulary
     numerics: str = (
         "auto"  # of rounds in half precision on a GPU, see LlamaTarget.load; auto: invariant where it can be
     )
@@ -217,6 +220,7 @@ class EngineConfig:
         for name, known in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("numerics", NUMERICS)):
             if (value := getattr(self, name)) not in known:
                 raise InvalidOption(f"{name} {value!r} is unknown: choose one of {', '.join(known)}", param=name)
+        self._check_draft_vocab()
         if self.max_model_len is not None:
             _check_int("max_model_len", self.max_model_len, 2)
         _check_int("max_running_requests", self.max_running_requests, 1, MAX_RUNNING_REQUESTS)
@@ -226,6 +230,16 @@ class EngineConfig:
             _check_int("max_tree_budget", self.max_tree_budget, least, MAX_TREE_BUDGET)
         if self.prefill_chunk is not None:
             _check_int("prefill_chunk", self.prefill_chunk, 1)
+
+    def _check_draft_vocab(self) -> None:
+        value = self.draft_vocab
+        if not isinstance(value, str) or not value:
+            raise InvalidOption(
+                f"draft_vocab must be auto, full, a number of tokens or a file, as text, not {value!r}",
+                param="draft_vocab",
+            )
+        if re.fullmatch("-?[0-9]{1,18}", value):
+            _check_int("draft_vocab", int(value), 1)
 
     @property
     def largest_budget(self) -> int:

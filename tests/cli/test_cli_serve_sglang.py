@@ -1,13 +1,16 @@
 """`ddtree serve --engine sglang`: what is ours is translated, the rest goes through."""
 
 import shlex
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 from fake_engine import Command
 
 from ddtree.cli import serve_sglang
+from ddtree.doctor.facts import Asked, Facts, Port
 from ddtree.sglang import launch
+from machines import sglang
 
 
 @pytest.fixture(autouse=True)
@@ -40,10 +43,31 @@ def test_command(ddtree: Command, engine: list[str]) -> None:
 def test_it_runs_the_command(ddtree: Command, monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[list[str]] = []
     monkeypatch.setattr("os.execv", lambda path, words: ran.append([path, *words]))
-    assert ddtree("serve", "--engine", "sglang", "--model", "m", "--mode", "ar", "--port", "9").code == 0
+    asked = ("serve", "--engine", "sglang", "--model", "m", "--mode", "ar", "--port", "9", "--no-doctor")
+    assert ddtree(*asked).code == 0
     assert ran[0][0] == ran[0][1]
     assert ran[0][-2:] == ["--port", "9"]
     assert "--speculative-algorithm" not in ran[0]
+
+
+@pytest.mark.parametrize(("port", "code", "said"), [("9", 1, "would fail"), ("11", 0, ""), ("many", 1, "--port must")])
+def test_doctor_looks_first(ddtree: Command, monkeypatch: pytest.MonkeyPatch, port: str, code: int, said: str) -> None:
+    """A port in use is a finding that would fail."""
+    seen: list[Asked] = []
+    ran: list[str] = []
+
+    def probe(asked: Asked, libraries: list[str]) -> Facts:
+        seen.append(asked)
+        return replace(sglang(), asked=asked, port=Port(asked.port, asked.port != 9, "in use"))
+
+    monkeypatch.setattr("ddtree.doctor.probe.probe", probe)
+    monkeypatch.setattr("os.execv", lambda path, words: ran.append(path))
+    found = ddtree("serve", "--engine", "sglang", "--model", "m", "--drafter", "/d", f"--port={port}")
+    assert found.code == code, found.err
+    assert said in found.err
+    assert len(ran) == (code == 0)
+    if port != "many":
+        assert (seen[0].engine, seen[0].attention_backend, seen[0].drafter) == ("sglang", "triton", "/d")
 
 
 def test_an_unknown_engine(ddtree: Command) -> None:

@@ -263,6 +263,7 @@ def test_cards_that_are_not_there(asked: list[Any], monkeypatch: pytest.MonkeyPa
     assert ("unknown", "gpu-part") in ids(part)
 
 
+@needs_analyze
 def test_each_replicas_card_is_judged(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """The doctor judges the first card that is seen: a full second one would pass."""
     full = with_card(with_weights(gpu(count=2), 20_000), 1, free_mib=10_000)

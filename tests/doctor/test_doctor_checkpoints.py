@@ -13,10 +13,13 @@ from tiny_gguf import tiny_llama, write_gguf
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 
+from ddtree.config import DRAFT_VOCABULARY
 from ddtree.doctor import judge, load
 from ddtree.doctor.checkpoints import look, summary
 from ddtree.doctor.facts import Checkpoint
 from ddtree.doctor.record import build
+from ddtree.doctor.text import as_text
+from ddtree.drafter import write_vocabulary
 from ddtree.models import resolve_model
 from machines import cpu
 
@@ -64,6 +67,21 @@ def test_a_pair_that_fits(model: str, tmp_path: Path) -> None:
     assert drafter is not None
     assert (drafter.state, drafter.weights_mib, drafter.refusal) == ("here", 2, None)
     assert (drafter.misfit, drafter.damage) == (None, None)
+
+
+def test_a_drafter_with_a_list_of_draft_tokens(model: str, tmp_path: Path) -> None:
+    where = tmp_path / "drafter"
+    assert seen(model, folder(where, DFLASH))[1].draft_vocab is None  # type: ignore[union-attr]
+    write_vocabulary(where / DRAFT_VOCABULARY, [7, 319, 5], 2)
+    _, drafter = seen(model, str(where))
+    assert drafter is not None
+    assert (drafter.draft_vocab, drafter.damage) == (2, None)
+    machine = replace(cpu(), drafter=drafter)
+    assert f"{where}, 2 MiB in 16 bits, drafts of 2 tokens" in as_text(machine, judge(machine, load()))
+    write_vocabulary(where / DRAFT_VOCABULARY, [7, 320], 2)
+    _, damaged = seen(model, str(where))
+    assert damaged is not None
+    assert "token 320, and the target's vocabulary has 320" in (damaged.damage or "")
 
 
 @pytest.mark.parametrize(

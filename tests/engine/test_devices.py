@@ -48,7 +48,7 @@ def load(folders: tuple[Path, Path], device: str, dtype: torch.dtype, mode: str,
     where = torch.device(device)
     target = LlamaTarget.load(folders[0], dtype, where)
     sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-    head = target.rounded_head() if rounded else target.head
+    head = target.draft_head(rounded=rounded)
     drafter = DFlashDrafter.load(folders[1], target.embed, head, sizes, dtype, where, rounded)
     config = EngineConfig(speculation=Speculation(mode=mode, **OPTIONS))
     return Engine(target, drafter, CharText([]), config)  # type: ignore[arg-type]

@@ -120,7 +120,7 @@ class TableDrafter:
 
     def __init__(self, target: TableTarget) -> None:
         self.target = target
-        self.config = drafter_config(DEPTHS + 1)
+        self.config, self.vocabulary = drafter_config(DEPTHS + 1), None
 
     def allocate(self, slots: int, length: int) -> KVCache:
         return token_cache(slots, length)

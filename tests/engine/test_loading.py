@@ -6,10 +6,11 @@ import pytest
 import torch
 
 from ddtree.config import EngineConfig, Speculation
+from ddtree.drafter import write_vocabulary
 from ddtree.engine import loading
 from ddtree.engine.loading import load_pair
 from ddtree.errors import InvalidOption
-from ddtree.kernels import backend
+from ddtree.kernels import Rounded, backend
 from dflash_reference import BASE, change, random_tensors, save_checkpoint
 from llama_oracle import random_llama
 
@@ -35,6 +36,8 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_dtype": "int8"}, "draft_dtype int8 needs float16 or bfloat16 on a GPU, not float32 on cpu"),
         ({"draft_dtype": "int8", "drafter": "none"}, "draft_dtype int8 needs a drafter"),
         ({"draft_dtype": "int8", "speculation": Speculation("ar")}, "draft_dtype int8 needs a drafter"),
+        ({"draft_vocab": "99", "drafter": "none"}, "draft_vocab 99 needs a drafter, and none is loaded"),
+        ({"draft_vocab": "full", "speculation": Speculation("ar")}, "draft_vocab full needs a drafter"),
     ],
 )
 def test_what_only_a_gpu_can_is_refused_elsewhere(options, words: str) -> None:
@@ -64,3 +67,17 @@ def test_they_are_followed_where_the_kernels_can_be_used(device_type: str, monke
     kept = other.drafter._head.weight
     assert (kept.values.float() * kept.scale[:, None] - weight).abs().max() < weight.abs().max() / 250
     assert other.target.layers[0].down.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("_folders")
+def test_a_cut_head_in_8_bits_is_those_rows_rounded(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "KINDS", {"cpu"})
+    ids, chosen = tmp_path / "list.json", [40, 3, 17, 60, 8]
+    write_vocabulary(ids, chosen, 4)
+    config = EngineConfig(device="cpu", dtype="bfloat16", draft_dtype="int8", draft_vocab=str(ids))
+    pair = load_pair(config)
+    kept, vocabulary = pair.drafter._head.weight, pair.drafter.vocabulary
+    assert vocabulary.tolist() == sorted(chosen[:4])
+    rows = Rounded.of(pair.target.lm_head.weight[vocabulary])
+    assert torch.equal(kept.values, rows.values)
+    assert torch.equal(kept.scale, rows.scale)

@@ -254,25 +254,22 @@ def test_a_sequence_learns_from_what_became_of_its_guesses(kind):
 
 
 class TestOnADevice:
-    """Where the rows are laid by kernels, a context is refused or plainly off."""
+    """Where the rows are laid by kernels, a context is what it says, and "auto" is off until it was measured."""
 
     @pytest.fixture(autouse=True)
     def _kernels(self, monkeypatch) -> None:
         monkeypatch.setattr(backend, "KINDS", {"cpu"})
 
     @pytest.mark.parametrize("context", ["branch", "mix"])
-    @pytest.mark.parametrize("mode", MODES)
-    def test_it_is_refused_by_name(self, mode, context):
-        with pytest.raises(InvalidOption, match=f"tree_context {context} .* use off, or auto") as error:
-            engine_for(3, mode=mode, tree_context=context)
-        assert error.value.param == "tree_context"
-        engine = engine_for(3)
-        with pytest.raises(InvalidOption, match="use off, or auto"):
+    def test_it_is_said_and_every_request_may_ask_for_it(self, context):
+        engine = engine_for(3, mode="tree", tree_context=context)
+        assert engine.info()["tree_context"] == context
+        for mode in MODES:
             engine.check([1], SamplingParams(max_tokens=2), Speculation(mode, tree_context=context))
 
     def test_auto_is_off_and_says_so(self):
         engine = engine_for(3, mode="tree", tree_context="auto")
-        assert engine.info()["tree_context"] == "off (auto: not on cpu yet)"
+        assert engine.info()["tree_context"] == "off (auto: not measured on cpu)"
         assert engine_for(3, mode="tree").info()["tree_context"] == "off"
         assert SequenceContext.of(engine.speculation, [1], CPU) is None
 

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from ddtree.config import MODES, SamplingParams, Speculation
-from ddtree.engine.observer import StageTimer, Unobserved
+from ddtree.engine.context import SequenceContext
+from ddtree.engine.observer import WAYS, StageTimer, Unobserved
 from ddtree.engine.round import Lane
 from ddtree.engine.runner import DeviceRunner
 from ddtree.engine.sampling import RowSampler
@@ -52,6 +53,14 @@ def test_the_shapes_are_those_of_the_modes():
     assert Shape.of([lane(Speculation("ar"))], 1, ends=12).ends == 12
 
 
+def test_rounds_with_a_text_are_shapes_of_their_own():
+    plain = lane(Speculation("tree", 31, 16))
+    own = Lane(plain.speculation, plain.sampler, engine_for(1, block=16).drafter, SequenceContext("mix", []))
+    assert all(shape.context for shape in prepared_shapes(own, 2))
+    assert Shape.of([plain, own], 2) in prepared_shapes(own, 2)
+    assert not any(shape.context for shape in prepared_shapes(plain, 2))
+
+
 def test_rounds_beyond_the_kernels_are_not_prepared():
     assert prepared_shapes(lane(Speculation("tree", 255, 32)), 2)
     assert prepared_shapes(lane(Speculation("tree", 256, 32)), 2) == []
@@ -91,21 +100,32 @@ def test_a_short_context_has_no_room_for_all_of_it():
 
 
 @pytest.mark.parametrize(
-    ("graphs", "observer", "temperature", "replays"),
+    ("graphs", "observer", "told", "ran"),
     [
-        (True, Unobserved(), 0.0, True),
-        (True, Unobserved(), 0.8, True),
-        (True, Metrics(), 0.8, True),
-        (True, StageTimer(), 0.8, False),
-        (True, Unobserved(), None, False),
-        (False, Unobserved(), 0.0, False),
+        (True, Unobserved(), False, "graph"),
+        (True, Metrics(), False, "graph"),
+        (True, Unobserved(), True, "two graphs"),
+        (True, Metrics(), True, "two graphs"),
+        (True, StageTimer(), False, "launches"),
+        (True, StageTimer(), True, "launches"),
+        (False, Unobserved(), False, "launches"),
+        (False, Unobserved(), True, "launches"),
     ],
-    ids=["greedy", "sampled", "served", "stages are timed", "the host chooses", "graphs are off"],
 )
-def test_which_rounds_are_graphs(graphs, observer, temperature, replays):
-    runner = DeviceRunner(None, None, None, graphs)  # type: ignore[arg-type]
-    lanes = [SimpleNamespace(sampler=SimpleNamespace(temperature=value)) for value in (0.0, temperature)]
-    assert runner._replays(SimpleNamespace(lanes=lanes, observer=observer)) is replays  # type: ignore[arg-type]
+def test_which_rounds_are_graphs(graphs, observer, told, ran, monkeypatch):
+    """And which may be launched ahead: all but those that the host's part keeps in single launches."""
+    runner, report = DeviceRunner(None, None, None, graphs, 64), torch.zeros(1, 5, dtype=torch.int64)  # type: ignore[arg-type]
+    ops = {False: object(), True: object()}
+    batch = SimpleNamespace(ops=ops[told], observer=observer, state=SimpleNamespace(path=None))
+    whole = SimpleNamespace(logits=None, launch=lambda: SimpleNamespace(read=None))
+    split = SimpleNamespace(logits=None, launch=lambda: None, settle=lambda batch: None, report=None)
+    runner._current = SimpleNamespace(batch=batch, alone=ops[False], told=ops[True], whole=whole, split=split)  # type: ignore[assignment]
+    monkeypatch.setattr("ddtree.engine.runner.run_round", lambda batch: SimpleNamespace(logits=None, report=report))
+    pending = runner.launch(batch)  # type: ignore[arg-type]
+    assert pending.ran == ran
+    assert pending.ran in WAYS
+    assert pending.waits == (ran == "two graphs")
+    assert runner.runs_ahead(batch) == (ran != "launches" or not told)  # type: ignore[arg-type]
 
 
 def test_memory_that_does_not_suffice_is_told(monkeypatch):

@@ -19,6 +19,8 @@ from ddtree.kernels import (
     accept_jit,
     build_jit,
     choose_jit,
+    context_build_jit,
+    context_jit,
     gather_jit,
     matmul_jit,
     norm_jit,
@@ -28,13 +30,26 @@ from ddtree.kernels import (
 
 # What a pointer points to, where it is not int64.
 POINTERS = {
-    **dict.fromkeys(["maxima"], "i32"),
+    **dict.fromkeys(["maxima", "masks"], "i32"),
     **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms"], "fp32"),
-    **dict.fromkeys(["member", "tree", "done", "ended"], "u8"),
+    **dict.fromkeys(["member", "tree", "done", "ended", "limited"], "u8"),
     **dict.fromkeys(["temperatures"], "fp64"),
 }
 INT64 = {
-    *("ids", "candidates", "settings", "tokens", "parents", "depths", "ancestors", "seeds", "positions", "keys", "own"),
+    *(
+        "ids",
+        "candidates",
+        "settings",
+        "tokens",
+        "parents",
+        "depths",
+        "ancestors",
+        "seeds",
+        "positions",
+        "keys",
+        "own",
+        "vocabulary",
+    ),
     *("path", "count", "chosen", "remaining", "ends", "kept", "position"),
 }
 
@@ -77,20 +92,46 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     for dtype in ("bf16", "fp16", "fp32") if every else ("bf16",):
         shape = {"width": 128, "per_segment": 32}
         yield f"select.scan {dtype}", compiled(select_jit.scan, capability, shape, dtype)
-        yield f"choose.scan {dtype}", compiled(choose_jit.scan, capability, {"block": 4096}, dtype)
+        for masked in (False, True):
+            shape = {"block": 4096, "masked": masked}
+            yield f"choose.scan {dtype} masked{masked:d}", compiled(choose_jit.scan, capability, shape, dtype)
     yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
     for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
-        shape = {"width": 128, "chunk_block": 2048, "segment_block": 64, "k": k, "k_block": k, "bitonic": bitonic}
+        shape = {
+            "width": 128,
+            "chunk_block": 2048,
+            "segment_block": 64,
+            "k": k,
+            "k_block": k,
+            "bitonic": bitonic,
+            "named": True,
+        }
         yield f"select.merge k{k} bitonic{bitonic:d}", compiled(select_jit.merge, capability, shape, warps=8)
     for block in (32, 64, 128, 256) if every else (64,):
         shape = {"block": block, "words": -(-block // 64)}
         yield f"build {block}", compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
+    yield from contexts(capability, every=every)
     for block in (64, 256) if every else (64,):
         shape = {"block": block, "words": block // 64, "column_block": 16, "end_block": 4}
         shape |= {"has_member": True, "cuts": True, "settles": True}
         yield f"accept {block}", compiled(accept_jit.accept, capability, shape)
     yield "accept.advance", compiled(accept_jit.advance, capability, {"block": 32}, warps=1)
     yield from layers(capability, every=every)
+
+
+def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """Rows laid with a context, and the texts that it is looked up in."""
+    names = ("text", "lengths", "tables", "matches", "levels", "said_tokens", "said_levels")
+    types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares"), "*fp64")
+    types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
+    for block in (32, 64, 128, 256) if every else (64,):
+        shape = {"block": block, "words": -(-block // 64), "rank_block": 16}
+        warps = max(block // 128, 1)
+        kernel = context_build_jit.build
+        yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
+    shape = {"column_block": 16}
+    yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
+    yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)
 
 
 def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

@@ -1,12 +1,13 @@
 """choose against engine.sampling's greedy and noisy argmax."""
 
+import numpy as np
 import pytest
 import torch
 
 from ddtree.config import SamplingParams
 from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler, greedy, gumbel
-from ddtree.kernels import choose
+from ddtree.kernels import Allowed, choose
 
 # The interpreter computes with numpy, which warns where a GPU gives an infinity or NaN in silence.
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")
@@ -90,6 +91,45 @@ def test_noise_is_the_engine_s(device: torch.device) -> None:
     own = run(logits, [42], [100], torch.arange(64).unsqueeze(0), [1.0])
     wanted = [int(gumbel(42, 101 + depth, 2048).argmax()) for depth in range(64)]
     assert own[0].tolist() == wanted
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7, 3.0, 1e300])
+def test_tokens_that_masks_forbid_are_never_chosen(temperature: float, device: torch.device) -> None:
+    """As the sampler has it, NaN where nothing may stand included; masks count for who is limited alone."""
+    torch.manual_seed(6)
+    vocab, rows = 1003, HostRows([0] * 4, [-1, 0, 1, 0], [0, 1, 2, 1])
+    logits = torch.randn(3, 4, vocab, device=device)
+    logits[:, :, 17] = torch.nan
+    may = torch.rand(3, 4, vocab) < 0.4
+    may[..., 17], may[..., 31], may[1, 2], may[1, 3] = False, True, False, False
+    may[1, 3, 1002] = True
+    words = torch.full((3, 6, 40), -1, dtype=torch.int32)  # more rows and words than there are
+    words[:, :4, :32] = torch.from_numpy(
+        np.packbits(np.pad(may.numpy(), ((0, 0), (0, 0), (0, 1024 - vocab))), axis=-1, bitorder="little").view(np.int32)
+    )
+    allowed = Allowed(words.to(device), torch.tensor([True, True, False], device=device))
+    own = choose(
+        logits,
+        torch.tensor([5, 6, 7], device=device),
+        torch.tensor([9, 8, 7], device=device),
+        torch.tensor([rows.depths] * 3, device=device),
+        torch.tensor([temperature] * 3, dtype=torch.float64, device=device),
+        allowed=allowed,
+    )
+    for index in range(2):
+        sampler = RowSampler(SamplingParams(temperature=temperature), 5 + index, [1], vocab, device)
+        masked = logits[index].masked_fill(~may[index].to(device), -torch.inf)
+        expected = sampler.choose(masked, rows, 9 - index)
+        assert own[index].tolist() == expected.tolist()
+    assert own[1, 2:].tolist() == [-1, 1002]
+    assert own[2].tolist() == [-1] * 4, "NaN is the best of a row that may choose it"
+
+
+def test_refuses_masks_that_are_too_narrow(device: torch.device) -> None:
+    logits, zeros = torch.zeros(1, 2, 65, device=device), torch.zeros(1, 2, dtype=torch.int64, device=device)
+    allowed = Allowed(torch.zeros(1, 2, 2, dtype=torch.int32, device=device), zeros[0, :1].bool())
+    with pytest.raises(ValueError, match="masks of 2 words: 65 tokens need 3"):
+        choose(logits, zeros[0, :1], zeros[0, :1], zeros, zeros[0, :1].double(), allowed=allowed)
 
 
 def test_refuses_columns_apart(device: torch.device) -> None:

@@ -1,5 +1,6 @@
 """The whole engine with rounds on the device, against rounds laid by the host: the same tokens, rounds and counts."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -25,6 +26,11 @@ LANES = [
     (Speculation("tree", 5, 2, 2), SamplingParams(max_tokens=6, temperature=0.7, seed=5, ignore_eos=True)),
 ]
 HOST_LANE = (Speculation("tree", 7, 3), SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2))
+CONTEXTS = [
+    (replace(speculation, tree_context=context), replace(params, max_tokens=20))
+    for (speculation, params), context in zip(LANES, ["mix", "branch", "mix", "off", "branch"], strict=True)
+]
+GRAPHS = [True, False] if torch.cuda.is_available() else [True]  # there are none elsewhere
 
 
 @pytest.fixture(scope="module")
@@ -36,10 +42,12 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return target, save_checkpoint(drafter, raw, random_tensors(raw))
 
 
-def load(folders: tuple[Path, Path], device: torch.device, **config) -> Engine:
+def load(folders: tuple[Path, Path], device: torch.device, ids: range | None = None, **config) -> Engine:
     target = LlamaTarget.load(folders[0], torch.float32, device)
     sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-    drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, torch.float32, device)
+    vocabulary = None if ids is None else torch.tensor(ids, device=device)
+    head = target.draft_head(vocabulary)
+    drafter = DFlashDrafter.load(folders[1], target.embed, head, sizes, torch.float32, device, vocabulary=vocabulary)
     speculation = Speculation("tree", 7, 3)
     return Engine(
         target, drafter, CharText([]), EngineConfig(speculation=speculation, max_running_requests=3, **config)
@@ -67,14 +75,29 @@ def facts(generation) -> tuple:
     )
 
 
-@pytest.mark.parametrize("lanes", [LANES, [*LANES[:2], HOST_LANE]], ids=["device alone", "with the host's part"])
-def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, monkeypatch) -> None:
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize(
+    ("lanes", "ids"),
+    [
+        (LANES, None),
+        ([*LANES[:2], HOST_LANE], None),
+        (CONTEXTS, None),
+        ([*CONTEXTS[:2], HOST_LANE], None),
+        (LANES[:3], range(1, 61, 2)),
+        (CONTEXTS[:2], range(1, 61, 2)),
+    ],
+    ids=[
+        "device alone", "with the host's part", "with texts", "with texts and the host's part",
+        "drafts of a part of the vocabulary", "and with texts",
+    ],
+)  # fmt: skip
+def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
     monkeypatch.setattr(backend, "KINDS", set())
-    host = load(folders, device)
+    host = load(folders, device, ids)
     assert isinstance(host.scheduler._runner, HostRunner)
     expected = answers(host, lanes)
     monkeypatch.setattr(backend, "KINDS", {device.type})
-    engine = load(folders, device)
+    engine = load(folders, device, ids, cuda_graphs=graphs)
     assert isinstance(engine.scheduler._runner, DeviceRunner)
     found = answers(engine, lanes)
     assert [facts(g) for g in found] == [facts(g) for g in expected]

@@ -86,6 +86,17 @@ def test_propose_has_the_reference_s_types(device: torch.device) -> None:
     torch.testing.assert_close(found.log_q, wanted.log_q, rtol=1e-5, atol=2e-6)
 
 
+@pytest.mark.parametrize("columns", [5, 300, 4099])
+def test_a_vocabulary_names_the_columns(columns: int, device: torch.device) -> None:
+    torch.manual_seed(6)
+    logits = torch.randint(-9, 9, (2, 3, columns), device=device).bfloat16()
+    vocabulary = torch.randperm(3 * columns, device=device)[:columns].sort().values
+    found, wanted = propose(logits, 8, vocabulary), reference(logits, 8, vocabulary)
+    assert torch.equal(found.tokens, wanted.tokens)
+    assert torch.equal(found.tokens, vocabulary[propose(logits, 8).tokens])
+    torch.testing.assert_close(found.log_q, wanted.log_q, rtol=1e-5, atol=2e-6)
+
+
 def test_refuses(device: torch.device) -> None:
     logits = torch.zeros(2, 64, device=device)
     for k in (0, 33):
@@ -93,3 +104,5 @@ def test_refuses(device: torch.device) -> None:
             top_k(logits, k)
     with pytest.raises(ValueError, match="column stride"):
         top_k(logits.T, 1)
+    with pytest.raises(ValueError, match="for 64 columns"):
+        propose(logits.view(1, 2, 64), 1, torch.arange(63, device=device))

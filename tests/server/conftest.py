@@ -93,6 +93,7 @@ class FakeRecord:
     committed: int
     seconds: float
     waiting: int
+    ran: str = "host"
 
 
 class FakeText:

@@ -96,6 +96,7 @@ async def test_rounds_and_speculation(scrape, chat):
     await chat("Hi", max_tokens=2)
     seen = await scrape()  # the scripted engine drafts 5 nodes a round, 3 deep, and accepts 1
     assert seen("ddtree_rounds_total") == seen("ddtree_drafts_total") == 8
+    assert seen("ddtree_way_rounds_total", way="host") == 8
     assert seen("ddtree_verified_rows_total") == 48
     assert seen("ddtree_drafted_tokens_total") == 40
     assert seen("ddtree_accepted_tokens_total") == 8

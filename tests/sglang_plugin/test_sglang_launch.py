@@ -57,6 +57,11 @@ def test_grammars(grammars: list[str], chosen: str | None) -> None:
     assert value(command(Launch("target", "drafter"), (9, 0), [], grammars), "--grammar-backend") == chosen
 
 
+def test_what_a_flag_is_set_to() -> None:
+    words = ["--port", "1", "--host=h", "--port=2", "--last"]
+    assert [launch.value(words, flag) for flag in ("--port", "--host", "--last", "--other")] == ["2", "h", None, None]
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

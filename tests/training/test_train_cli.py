@@ -13,7 +13,12 @@ from ddtree.cli.train import train
 from tiny_run import run_file
 
 OPTIONS: dict[str, dict[str, list[str]]] = {
-    "data": {"overrides": ["--set", "data.chats=3"], "max_minutes": ["--max-minutes", "2"]},
+    "data": {
+        "overrides": ["--set", "data.chats=3"],
+        "max_minutes": ["--max-minutes", "2"],
+        "worker": ["--worker", "1/3"],
+        "check": ["--check"],
+    },
     "fit": {
         "overrides": ["--set", "fit.steps=3"],
         "init": ["--init", "/some/drafter"],
@@ -49,7 +54,7 @@ def call(*args: str) -> Result:
 def observe(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Any:
     seen: list[Any] = []
     monkeypatch.chdir(tmp_path)
-    for room in ROOMS.values():
+    for room in (*ROOMS.values(), "ddtree.training.data.check_data"):
         monkeypatch.setattr(room, lambda *args, **kwargs: seen.append((args, kwargs)) or {"done": 1})
     run_file(tmp_path / "run.toml", tmp_path)
 
@@ -82,6 +87,9 @@ def test_the_list_above_is_complete() -> None:
         (["fit", "run.toml", "--set", "fit.steps=0"], "error: fit.steps is 0: it must be at least 1"),
         (["fit", "run.toml", "--stop-at", "0"], "error: --stop-at must be at least 1"),
         (["data", "run.toml", "--max-minutes", "0"], "error: --max-minutes must be above 0"),
+        (["data", "run.toml", "--worker", "3/3"], "error: --worker '3/3' is no part of a whole"),
+        (["data", "run.toml", "--worker", "one"], "error: --worker 'one' is no part of a whole"),
+        (["data", "run.toml", "--check", "--worker", "1/3"], "error: --check makes nothing"),
         (["fit", "run.toml"], "error: "),
         (["eval", "run.toml"], "error: "),
         (["export", "run.toml", "out"], "error: "),

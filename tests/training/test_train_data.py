@@ -11,8 +11,10 @@ import pytest
 
 from ddtree.bench.suite import load_prompts
 from ddtree.errors import DamagedFile, InvalidOption, ModelNotFound
+from ddtree.training.answers import EngineAnswers, load_engine
+from ddtree.training.chats import ChatMaker
 from ddtree.training.config import DataPart, TrainConfig, read
-from ddtree.training.data import ChatMaker, generate_data, load_engine
+from ddtree.training.data import check_data, generate_data
 from ddtree.training.prompts import Banned, Source, read_prompts, templates
 from ddtree.training.shards import Chat, read_all, read_shard, shard_path, write_shard
 from tiny_run import END, run_file
@@ -71,6 +73,8 @@ def test_files_of_prompts(tmp_path: Path) -> None:
     with path.open("a") as file:
         file.write('\n{"turns": ["three", "four"], "kind": "k"}')
     assert [(p.kind, p.text) for p in read_prompts(str(path))] == [("c", "one"), ("mine", "two"), ("k", "three")]
+    assert [p.later for p in read_prompts(str(path))] == [(), (), ("four",)]
+    assert "FOUR" in Banned.of(DataPart(exclude=(str(path),)))
     for line in (
         "[1]",
         "{",
@@ -118,6 +122,32 @@ def test_time_that_is_up_leaves_the_rest(fresh: TrainConfig) -> None:
     assert (found["shards"], found["left"], found["written"]) == (2, 1, 0)
 
 
+def test_workers_share_the_shards(made: TrainConfig, tmp_path: Path) -> None:
+    """Two of them make what one makes, in a folder apart from the run's; the check reads it all."""
+    elsewhere = replace(made, data=replace(made.data, folder=str(tmp_path / "shared")))
+    first = generate_data(elsewhere, quiet=True, worker=(1, 2))
+    assert (first["shards"], first["left"], first["written"]) == (1, 1, 1)
+    assert not shard_path(elsewhere.data_folder, 0).exists()
+    assert check_data(elsewhere)["left"] == 1
+    assert generate_data(elsewhere, quiet=True, worker=(0, 2))["left"] == 0
+    assert same(list(read_all(elsewhere.data_folder)), list(read_all(made.data_folder)))
+    found = check_data(elsewhere)
+    assert (found["shards"], found["left"], found["answers"]) == (2, 0, sum(found["kinds"].values()))
+    assert found["tokens"] == sum(len(chat.ids) for chat in read_all(made.data_folder))
+    shard_path(elsewhere.data_folder, 0).write_bytes(b"12345678 nonsense")
+    with pytest.raises(DamagedFile, match="no whole shard"):
+        check_data(elsewhere)
+
+
+def test_later_turns_by_template_or_by_the_target() -> None:
+    source = Source(DataPart(templates=0.5, own=0.5))
+    said = [source.followup(number, 1) for number in range(400)]
+    assert 100 < sum(text is None for text in said) < 300
+    assert not any(text and ("{" in text or "@" in text) for text in said)
+    assert said != [source.followup(number, 2) for number in range(400)]
+    assert {source.start(number) for number in range(400)} > {"", "def "}
+
+
 def test_other_settings_in_the_same_folder_are_refused(fresh: TrainConfig) -> None:
     with pytest.raises(InvalidOption, match="another settings"):
         generate_data(replace(fresh, data=replace(fresh.data, seed=5)), quiet=True)
@@ -127,13 +157,14 @@ def test_own_prompts_and_later_turns(made: TrainConfig, monkeypatch: pytest.Monk
     """The target writes the user's words behind the template's own header, and the next turn has the whole chat."""
     config = replace(made, data=replace(made.data, templates=0.0, own=1.0, turns=2, sampled=0.0))
     engine = load_engine(config.target, 200, 4)
-    maker = ChatMaker(config, engine, Source(config.data))
+    source = Source(config.data)
+    maker = ChatMaker(config, EngineAnswers(engine), source)
     asked: list[list[int]] = []
     real = maker._generate
 
     def answer(prompts: list[list[int]], params: list[Any]) -> Any:
         asked.extend(prompts)
-        if prompts and prompts[0][-1] == engine.text.encode("<|user|>")[0]:
+        if prompts and prompts[0][-1] != engine.text.encode("<|assistant|>")[0]:
             return [([], f"What is the number {len(asked)}?") for _ in prompts]
         return [(tokens, "Well.") for tokens, _ in real(prompts, params)]
 
@@ -143,7 +174,8 @@ def test_own_prompts_and_later_turns(made: TrainConfig, monkeypatch: pytest.Monk
     texts = [engine.text.decode(chat.ids[: chat.prompt].tolist()) for chat in chats]
     assert texts[0] in texts[2]
     assert "Well." in texts[2]
-    assert asked[0] == engine.text.encode("<|user|>")
+    user = engine.text.encode("<|user|>")
+    assert asked[:2] == [user + engine.text.encode(source.start(number)) for number in range(2)]
     assert chats[0].heldout == chats[2].heldout
 
 

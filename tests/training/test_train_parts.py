@@ -18,10 +18,10 @@ from ddtree.target.base import TargetSpec
 from ddtree.training import batches, shape
 from ddtree.training.attention import Blocks
 from ddtree.training.config import DataPart, DrafterPart, EvalPart, FitPart, TargetPart, TrainConfig, read
-from ddtree.training.fit import learning_rate
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Drafts, Measures, walk
 from ddtree.training.model import DraftModel
+from ddtree.training.schedule import learning_rate
 from ddtree.training.shards import Chat
 from ddtree.training.teacher import Teacher, load_target
 from ddtree.tree import best_first
@@ -39,23 +39,27 @@ def chat(prompt: int, answer: int, kind: str = "x", greedy: bool = True) -> Chat
     return Chat(np.arange(100, 100 + prompt + answer, dtype=np.int32), prompt, kind, greedy, False)
 
 
-@pytest.mark.parametrize("capped", [False, True])
-def test_loss_is_the_plain_formula_whatever_the_chunks(capped: bool) -> None:
-    raw = change(BASE, {"final_logit_softcapping": 2.0, "output_multiplier": 1.5} if capped else {})
+@pytest.mark.parametrize(("cap", "times"), [(None, 1.0), (None, 1.5), (2.0, 1.5)])
+def test_loss_is_the_plain_formula_whatever_the_chunks(cap: float | None, times: float) -> None:
+    """Value and gradient."""
+    raw = change(BASE, {"final_logit_softcapping": cap, "output_multiplier": times})
     model = DraftModel(DrafterConfig.read(raw))
     hidden, teacher, head = torch.randn(11, 32), torch.randn(11, 32), torch.randn(61, 32)
     labels, weights = torch.randint(61, (11,)), torch.rand(11) * (torch.arange(11) % 3 > 0)
-    logits = hidden @ head.T * (1.5 if capped else 1.0)
-    logits = 2.0 * torch.tanh(logits / 2.0) if capped else logits
+    hidden.requires_grad_()
+    logits = hidden @ head.T * times
+    logits = logits if cap is None else cap * torch.tanh(logits / cap)
     entropy = (F.cross_entropy(logits, labels, reduction="none") * weights).sum()
     p = (teacher @ head.T).softmax(-1)
     kl = (F.kl_div(logits.log_softmax(-1), p, reduction="none").sum(-1) * weights).sum()
     for rows, (said, wanted) in itertools.product((1, 4, 100), ((None, entropy), (teacher, kl))):
-        found = hidden.clone().requires_grad_()
+        found = hidden.detach().clone().requires_grad_()
         loss = weighted_loss(model, found, labels, weights, head, said, rows)
-        assert float(loss.detach()) == pytest.approx(float(wanted), rel=1e-5)
-        loss.backward()
+        assert float(loss.detach()) == pytest.approx(float(wanted.detach()), rel=1e-5)
+        (3 * loss).backward()
         assert found.grad is not None
+        (plain,) = torch.autograd.grad(3 * wanted, hidden, retain_graph=True)
+        assert torch.allclose(found.grad, plain, atol=1e-5)
         assert ((found.grad.abs().sum(1) > 0) == (weights > 0)).all()
 
 
@@ -71,6 +75,10 @@ def test_schedule() -> None:
     assert rates[55] == pytest.approx(0.55)
     assert rates[100] == pytest.approx(0.1)
     assert rates[10:] == sorted(rates[10:], reverse=True)
+    timed = FitPart(steps=100, warmup=10, lr=1.0, final_lr=0.1, minutes=2.0)
+    assert learning_rate(timed, 55, 30.0) == pytest.approx(0.55)  # by steps, which are further
+    assert learning_rate(timed, 11, 60.0) == pytest.approx(0.55)  # by the clock
+    assert learning_rate(timed, 11, 1e9) == pytest.approx(0.1)
 
 
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(2, 30)), min_size=1, max_size=4), st.integers(1, 40))

@@ -146,6 +146,39 @@ def test_kept_features_change_nothing(fitted: TrainConfig, fresh: TrainConfig) -
             (Path(fresh.folder) / name).unlink()
 
 
+def test_averaged_weights_are_what_is_measured_and_exported(fresh: TrainConfig, tmp_path: Path) -> None:
+    """decay is at most (1 + step) / (10 + step); the average goes on after a stop."""
+    config = changed(fresh, fit={"ema": 0.5, "checkpoint_every": 1})
+    weights = []
+    for step in range(1, 4):
+        fit(config, stop_at=step, quiet=True)
+        last = torch.load(Path(config.folder) / "last.pt", weights_only=True)
+        weights.append({name: w.double() for name, w in last["model"].items()})
+        if step == 1:
+            begun = Trainer(changed(config, fit={"seed": config.fit.seed}), load_target(config.target), quiet=True)
+            assert begun.average is not None
+    expected = {name: w.double() for name, w in begun.average.state_dict().items()}  # after the first step
+    for step, now in enumerate(weights[1:], 2):
+        decay = min(0.5, (1 + step) / (10 + step))
+        expected = {name: decay * w + (1 - decay) * now[name] for name, w in expected.items()}
+    export(config, tmp_path / "out", "last", "float32")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert all(torch.allclose(saved[name].double(), w, atol=1e-6) for name, w in expected.items())
+    assert not all(torch.equal(saved[name], last["model"][name]) for name in saved)
+    served = load_drafter(config, "last").state_dict()
+    assert all(torch.equal(served[name], saved[name]) for name in saved)
+
+
+def test_a_fit_ends_by_its_clock(fresh: TrainConfig) -> None:
+    config = changed(fresh, fit={"steps": 100_000, "minutes": 1e-4})
+    found = fit(config, quiet=True)
+    assert found["step"] < 1000
+    assert fit(config, quiet=True)["step"] == found["step"]  # its time is up
+    assert (
+        fit(changed(config, fit={"minutes": 1e3}), stop_at=found["step"] + 1, quiet=True)["step"] == found["step"] + 1
+    )
+
+
 def test_mask_token_never_occurs_in_the_data(fitted: TrainConfig) -> None:
     mask = load_drafter(fitted, "best").config.mask_token_id
     assert mask == SPARE

@@ -45,7 +45,7 @@ def run_file(path: Path, target: Path, **changes: dict[str, Any]) -> Path:
     tables: dict[str, dict[str, Any]] = {
         "target": {"model": str(target), "device": "cpu", "dtype": "float32"},
         "data": {"chats": 16, "shard_chats": 8, "batch": 4, "max_length": 200, "max_tokens": 24, "heldout": 0.3,
-                 "sampled": 0.4},
+                 "sampled": 0.4, "own": 1.0, "seed": 1},
         "drafter": {"layers": 2, "head_dim": 8, "block_size": 4, "taps": 2, "intermediate_size": 48},
         "fit": {"steps": 6, "batch": 4, "micro_batch": 2, "anchors": 5, "warmup": 2, "log_every": 1,
                 "checkpoint_every": 3, "eval_every": 3, "eval_sequences": 3, "loss_rows": 17},

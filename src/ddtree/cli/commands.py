@@ -36,6 +36,7 @@ def generate(
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     max_tokens: opt.MaxTokens = GENERATE_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
@@ -56,6 +57,7 @@ def generate(
         max_running_requests=1,
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
+        draft_vocab=draft_vocab,
         numerics=numerics,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -110,6 +112,7 @@ def bench(
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     limit: Annotated[int | None, typer.Option("--limit", help="Take only the first prompts of the suite.")] = None,
     max_tokens: opt.MaxTokens = BENCH_MAX_TOKENS,
@@ -138,6 +141,7 @@ def bench(
         prefix_caching=False,
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
+        draft_vocab=draft_vocab,
         numerics=numerics,
     )  # fmt: skip
     _check_writable(output)

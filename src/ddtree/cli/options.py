@@ -72,6 +72,15 @@ DraftDtype = Annotated[
         " and no answer changes.",
     ),
 ]
+DraftVocab = Annotated[
+    str,
+    typer.Option(
+        "--draft-vocab",
+        metavar="auto|full|N|FILE",
+        help="Tokens that drafts are made of, which no answer depends on: auto, what the drafter's folder says; full,"
+        " all; N, the N most frequent of the folder's list; FILE, another list.",
+    ),
+]
 Numerics = Annotated[
     str,
     typer.Option(

@@ -44,6 +44,7 @@ def serve(
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
+    draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     max_running_requests: opt.MaxRunningRequests = opt.ENGINE.max_running_requests,
     chunked_prefill_size: opt.ChunkedPrefillSize = opt.ENGINE.prefill_chunk,
@@ -86,6 +87,7 @@ def serve(
         prefix_caching=prefix_caching,
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
+        draft_vocab=draft_vocab,
         numerics=numerics,
     )  # fmt: skip
     SamplingParams(seed=seed)  # a seed out of range is refused before anything large loads

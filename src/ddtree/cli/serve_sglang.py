@@ -15,6 +15,7 @@ NAME = "serve-sglang"  # the hidden command that `serve --engine sglang` becomes
 BUDGET = "Nodes of a tree, without its root."
 TOP_K = "Candidate tokens for each depth of a tree."
 PRINT = "Print the command instead of running it."
+LOOK = "Look at the machine before the start, as ddtree doctor does, and refuse where it would fail."
 
 
 def chosen(args: Sequence[str]) -> list[str] | None:
@@ -39,6 +40,7 @@ def serve_sglang(
     tree_top_k: Annotated[int, typer.Option("--tree-top-k", help=TOP_K)] = 8,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     print_command: Annotated[bool, typer.Option("--print-command", help=PRINT)] = False,
+    doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help=LOOK)] = True,
 ) -> None:
     """Serve the model by SGLang with DDTREE (serve --engine sglang). Any other option goes to SGLang as it is."""
     from ddtree.models import resolve_drafter, resolve_model
@@ -57,7 +59,30 @@ def serve_sglang(
     if print_command:
         typer.echo(shlex.join(words))
         return
+    if doctor:
+        _look(words, model, "none" if found is None else drafter, mode)
     os.execv(words[0], words)
+
+
+def _look(words: Sequence[str], model: str, drafter: str, mode: str) -> None:
+    """Say what would keep the command from working, or may. Exit code 1 where it would not start."""
+    from ddtree.doctor import Asked, judge, load, text
+    from ddtree.doctor.probe import probe
+    from ddtree.sglang.launch import value
+
+    port = value(words, "--port") or "30000"
+    if not port.isdecimal() or int(port) > 65535:
+        raise InvalidOption(f"--port must be from 0 to 65535, not {port}", param="port")
+    backends = {name: value(words, f"--{name.replace('_', '-')}") for name in ("attention_backend", "grammar_backend")}
+    asked = Asked(engine="sglang", model=model, drafter=drafter, mode=mode, port=int(port), **backends)
+    tables = load(None)
+    facts = probe(asked, tables.sonames(asked.engine))
+    diagnosis = judge(facts, tables)
+    if diagnosis.findings:
+        typer.echo(text.as_text(facts, diagnosis), err=True)
+    if diagnosis.verdict == "would fail":
+        typer.echo("error: it would not start (--no-doctor tries it all the same)", err=True)
+        raise typer.Exit(1)
 
 
 def _card() -> tuple[int, int]:

@@ -30,14 +30,32 @@ MaxMinutes = Annotated[
 
 
 @train.command()
-def data(config: Config, overrides: Set = None, max_minutes: MaxMinutes = None) -> None:
+def data(
+    config: Config,
+    overrides: Set = None,
+    max_minutes: MaxMinutes = None,
+    worker: Annotated[
+        str,
+        typer.Option("--worker", metavar="I/N", help="One of N that write into one folder at once, from 0/N to N-1/N."),
+    ] = "0/1",
+    check: Annotated[
+        bool, typer.Option("--check", help="Make nothing: read every shard that is there, count.")
+    ] = False,
+) -> None:
     """Let the target answer prompts of many kinds. A run that was ended goes on behind its last whole shard."""
     _check_minutes(max_minutes)
+    chosen = _worker(worker)
+    if check and (worker != "0/1" or max_minutes is not None):
+        raise InvalidOption("--check makes nothing, so it takes neither --worker nor --max-minutes")
     with interrupts_end_at_once():
         from ddtree.training.config import read
-        from ddtree.training.data import generate_data
+        from ddtree.training.data import check_data, generate_data
 
-    _tell(generate_data(read(config, overrides or ()), max_minutes=max_minutes, quiet=not sys.stderr.isatty()))
+    found = read(config, overrides or ())
+    if check:
+        _tell(check_data(found))
+        return
+    _tell(generate_data(found, max_minutes=max_minutes, quiet=not sys.stderr.isatty(), worker=chosen))
 
 
 @train.command()
@@ -106,6 +124,13 @@ def export(
         from ddtree.training.export import export as write_drafter
 
     _tell(write_drafter(read(config, overrides or ()), output, checkpoint, dtype))
+
+
+def _worker(text: str) -> tuple[int, int]:
+    own, _, count = text.partition("/")
+    if not (own.isdecimal() and count.isdecimal() and int(own) < int(count)):
+        raise InvalidOption(f"--worker {text!r} is no part of a whole: write I/N, with I from 0 to N-1, as 0/3")
+    return int(own), int(count)
 
 
 def _check_minutes(minutes: float | None) -> None:

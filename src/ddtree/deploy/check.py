@@ -23,7 +23,6 @@ LEADS = {
     "would fail": "not all services would start, or work",
     "could not tell": "something that matters could not be seen",
 }
-ADVISED = ("port-ephemeral",)  # of the doctor, for one port: here all are looked at
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,7 @@ def _doctor(d: Deployment, host: str) -> tuple[Facts, Diagnosis]:
     for gpus in {replica.gpus: None for replica in replicas}:
         seen = {**facts.system.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         one = judge(replace(facts, system=replace(facts.system, environment=seen)), rules)
-        findings |= {(f.id, f.about, f.what): f for f in one.findings if f.id not in ADVISED}
+        findings |= {(f.id, f.about, f.what): f for f in one.findings}
     return facts, replace(diagnosis, findings=tuple(findings.values()))
 
 

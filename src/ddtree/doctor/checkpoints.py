@@ -199,6 +199,7 @@ def _judged_drafter(
         config = DrafterConfig.read(raw)
         if folder.is_dir():
             contents.check_drafter(folder, config)
+            found |= {"draft_vocab": contents.draft_vocab(folder, config)}
     except DDTreeError as error:
         return found | _refused(error, engine)
     sizes = [summary(target).get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")]

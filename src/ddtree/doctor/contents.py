@@ -8,6 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ddtree.config import DRAFT_VOCABULARY
 from ddtree.errors import DamagedFile
 from ddtree.models.folder import weight_files
 
@@ -47,6 +48,14 @@ def check_drafter(folder: Path, config: "DrafterConfig") -> None:
         "norm.weight": (hidden,),
     }
     _check(folder, whole | dict(_layers("layers", config)))
+
+
+def draft_vocab(folder: Path, config: "DrafterConfig") -> int | None:
+    """Tokens that a drafter's folder has drafts made of; None: all. Raises DamagedFile for a list that is none."""
+    from ddtree.drafter import read_vocabulary
+
+    path = folder / DRAFT_VOCABULARY
+    return read_vocabulary(path, config.vocab_size)[1] if path.is_file() else None
 
 
 def check_tokenizer(folder: Path) -> None:

@@ -179,6 +179,7 @@ class Checkpoint:
     config: dict[str, Any] = field(default_factory=dict)
     refusal: str | None = None  # the embedded engine's
     misfit: str | None = None  # a drafter's with its target
+    draft_vocab: int | None = None  # tokens that a drafter's list has drafts made of; None: all
     damage: str | None = None  # what is wrong in its files, so that they must be had anew
     to_write: bool = False  # the first start writes it into ddtree's own cache
 

@@ -15,7 +15,7 @@ def scope(rule: Rule, seen: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def sample(tables: Tables) -> Mapping[str, Any]:
     """The view of such a machine. tables: with at least one library."""
-    checkpoint = facts.Checkpoint("model", "here", "/model", "", 1, {}, "", "", "")
+    checkpoint = facts.Checkpoint("model", "here", "/model", "", 1, {}, "", "", 1, "")
     machine = facts.Facts(
         facts.Asked(engine="sglang"),
         facts.System(

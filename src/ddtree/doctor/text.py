@@ -121,7 +121,8 @@ def _machine(facts: Facts) -> Iterator[tuple[str, str]]:
     for kind, found in (("model", facts.model), ("drafter", facts.drafter)):
         if found is not None and found.folder:
             size = f", {found.weights_mib} MiB in 16 bits" if found.weights_mib is not None else ""
-            yield kind, f"{found.name}: {found.folder}{size}"
+            cut = f", drafts of {found.draft_vocab} tokens" if found.draft_vocab is not None else ""
+            yield kind, f"{found.name}: {found.folder}{size}{cut}"
     rooms = [f"{s.free_mib / 1024:.0f} GiB for {s.purpose}" for s in system.spaces if s.free_mib is not None]
     if rooms:
         yield "disk", ", ".join(rooms)

@@ -3,5 +3,14 @@
 from ddtree.drafter.base import Drafter
 from ddtree.drafter.config import DrafterConfig
 from ddtree.drafter.model import DFlashDrafter
+from ddtree.drafter.vocabulary import by_frequency, choose_vocabulary, read_vocabulary, write_vocabulary
 
-__all__ = ["DFlashDrafter", "Drafter", "DrafterConfig"]
+__all__ = [
+    "DFlashDrafter",
+    "Drafter",
+    "DrafterConfig",
+    "by_frequency",
+    "choose_vocabulary",
+    "read_vocabulary",
+    "write_vocabulary",
+]

@@ -13,6 +13,7 @@ class Drafter(Protocol):
     """Keeps a context of target features, and proposes the depths behind a root."""
 
     config: DrafterConfig
+    vocabulary: Tensor | None  # [V] int64, ascending: the tokens that logits stand for; None: all of the target's
 
     def allocate(self, slots: int, length: int) -> KVCache:
         """A zeroed context cache; `length` must leave block_size scratch positions behind the longest context."""
@@ -24,4 +25,7 @@ class Drafter(Protocol):
         """
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
-        """Logits [B, depths, V] of the positions behind the roots. root: [B] int64, at position [B] int64."""
+        """Logits [B, depths, V] of the positions behind the roots; V: see `vocabulary`.
+
+        root: [B] int64, at position [B] int64.
+        """

@@ -60,14 +60,17 @@ class DFlashDrafter:
         embed: Callable[[Tensor], Tensor],
         head: Callable[[Tensor], Tensor],
         rounded: bool = False,
+        vocabulary: Tensor | None = None,
     ) -> None:
         """embed and head are the target's: ids [...] -> [..., H], and [M, H] -> [M, V].
+
+        vocabulary: the token ids [V] int64, ascending, whose rows of the head `head` has; None: all.
 
         rounded: keep the matrices in 8 bits. Drafts may differ by it, answers not. Raises InvalidOption where
         the device's kernels cannot.
         """
         c = self.config = config
-        self._embed, self._head, self._rounded = embed, head, rounded
+        self._embed, self._head, self._rounded, self.vocabulary = embed, head, rounded, vocabulary
         fuse = weights("fc.weight", c.hidden_size, c.hidden_size * len(c.target_layer_ids))
         self.dtype, self.device = fuse.dtype, fuse.device
         self.fuse = Linear(self._kept(fuse))
@@ -89,15 +92,18 @@ class DFlashDrafter:
         dtype: torch.dtype,
         device: torch.device,
         rounded: bool = False,
+        vocabulary: Tensor | None = None,
     ) -> "DFlashDrafter":
         """Load a z-lab folder for a target of `target_sizes` (vocabulary, hidden size, layers); rounded: in 8 bits.
+
+        head and vocabulary belong together: see the constructor, and LlamaTarget.draft_head.
 
         Raises DDTreeError for anything missing, damaged, unsupported or made for another target.
         """
         config = DrafterConfig.read(read_config(folder))
         config.check_fits(*target_sizes)
         with open_weights(folder, dtype, device) as weights:
-            return cls(config, weights, embed, head, rounded)
+            return cls(config, weights, embed, head, rounded, vocabulary)
 
     def _load_layer(self, at: str, weights: Weights) -> _Layer:
         c = self.config

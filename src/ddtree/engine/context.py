@@ -5,9 +5,10 @@ from collections.abc import Sequence
 import torch
 
 from ddtree.config import Speculation
-from ddtree.errors import InvalidOption
 from ddtree.kernels.backend import usable
+from ddtree.kernels.context import KINDS, TextStore
 from ddtree.tree import Context, Guesses, Matches, TextIndex
+from ddtree.tree.matches import Confidence
 
 # off: the drafter's scores alone. branch: what followed the last tokens where they stood before, from the root on.
 # mix: the same behind every node, by the node's own path.
@@ -15,58 +16,74 @@ AUTO = "mix"  # what "auto" is where the host lays the rows
 
 
 def settle(tree_context: str, device: torch.device) -> str:
-    """off, branch or mix: what a `tree_context` means on a device; "auto" is off where the device lays the rows itself.
+    """off, branch or mix: what a `tree_context` means on a device.
 
-    Raises InvalidOption for what cannot be done there.
+    "auto" is off where the device lays the rows itself: what a context gains and costs there was not measured yet.
     """
-    if not usable(device):
-        return AUTO if tree_context == "auto" else tree_context
-    if tree_context in ("branch", "mix"):
-        raise InvalidOption(
-            f"tree_context {tree_context} needs rows that the host lays, and on {device} the device lays them:"
-            " use off, or auto, which is off there",
-            param="tree_context",
-        )
-    return "off"
+    if tree_context != "auto":
+        return tree_context
+    return "off" if usable(device) else AUTO
 
 
 def describe(tree_context: str, device: torch.device) -> str:
-    """`settle` for people: says so where "auto" is off for want of the means."""
+    """`settle` for people: says so where "auto" is off, and why."""
     settled = settle(tree_context, device)
-    return f"off (auto: not on {device} yet)" if (tree_context, settled) == ("auto", "off") else settled
+    return f"off (auto: not measured on {device})" if (tree_context, settled) == ("auto", "off") else settled
 
 
 class SequenceContext:
-    """One sequence's text and what it is asked for. The index is made with the first committed token, after prefill."""
+    """One sequence's text and what it is asked for. The index is made with the first round that the host lays.
 
-    def __init__(self, kind: str, prompt: Sequence[int]) -> None:
-        """kind: branch or mix."""
-        self._mix, self._prompt = kind == "mix", prompt
+    While the device lays the rows, the text's index and its confidences are there: see `DeviceTexts`.
+    """
+
+    def __init__(self, kind: str, prompt: Sequence[int], room: int = 0) -> None:
+        """kind: branch or mix. room: the most tokens the text may come to have (0: its tables grow with it)."""
+        self._mix, self._tokens, self._room = kind == "mix", list(prompt), room
+        self._committed = 0
         self._index: TextIndex | None = None
+        self._confidence: Confidence | None = None  # what was learned on a device
         self._said: Guesses | None = None  # for the round that is under way
+        self.plan = KINDS[kind]  # as PlanRow.context has it
 
     @classmethod
-    def of(cls, speculation: Speculation, prompt: Sequence[int], device: torch.device) -> "SequenceContext | None":
+    def of(
+        cls, speculation: Speculation, prompt: Sequence[int], device: torch.device, room: int = 0
+    ) -> "SequenceContext | None":
         """None where the mode drafts nothing, or the context is off."""
         kind = settle(speculation.tree_context, device)
-        return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt)
+        return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt, room)
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
         """What the text so far says of a round's proposal, [D][K]; None where it says nothing."""
-        context: Context | None = None
-        if self._index is not None:
-            context = Matches(self._index) if self._mix else self._index.branch(len(tokens))
+        if not self._committed:
+            return None
+        if self._index is None:
+            self._index = TextIndex(self._tokens, self._room, self._confidence)
+        context: Context | None = Matches(self._index) if self._mix else self._index.branch(len(tokens))
         self._said = None if context is None else Guesses(context, tokens, log_q)
         return self._said
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The text has grown; what was said of these tokens is compared with them."""
+        self._committed += len(tokens)
+        self._tokens += tokens
         if self._index is None:
-            self._index = TextIndex(self._prompt)
+            return
         if self._said is not None:
             self._learn(self._index, self._said, tuple(tokens))
             self._said = None
         self._index.append(tokens)
+
+    def send(self, texts: TextStore, slot: int) -> None:
+        """To the device, which is told of nothing that it commits itself; the host's index is given up."""
+        confidence = self._index.confidence if self._index is not None else self._confidence or Confidence()
+        texts.write(slot, self._tokens, confidence)
+        self._index = self._said = None
+
+    def fetch(self, texts: TextStore, slot: int) -> None:
+        """From the device: from now on the host lays this sequence's rows, with what was learned there."""
+        self._confidence = texts.read_confidence(slot)
 
     @staticmethod
     def _learn(index: TextIndex, said: Guesses, tokens: tuple[int, ...]) -> None:
@@ -76,3 +93,26 @@ class SequenceContext:
                 row = said.tokens[depth]
                 share = said.share(depth, row.index(match.token)) if match.token in row else 0.0
                 index.confidence.learn(match.length, match.token == token, share)
+
+
+class DeviceTexts:
+    """Whose text lies in which slot of a device. Made with the first sequence that has one."""
+
+    def __init__(self, slots: int, capacity: int, device: torch.device) -> None:
+        """capacity: the most tokens of a text."""
+        self.store = TextStore.allocate(slots, capacity, device)
+        self._there: dict[int, SequenceContext] = {}
+
+    def bring(self, contexts: Sequence[SequenceContext | None], slots: Sequence[int]) -> None:
+        """Before rounds of these sequences on the device. None: one without a context."""
+        for context, slot in zip(contexts, slots, strict=True):
+            if context is not None and self._there.get(slot) is not context:
+                context.send(self.store, slot)
+                self._there[slot] = context
+
+    def give_back(self, contexts: Sequence[SequenceContext | None], slots: Sequence[int]) -> None:
+        """Before rounds that the host lays. Waits for the device."""
+        for context, slot in zip(contexts, slots, strict=True):
+            if context is not None and self._there.get(slot) is context:
+                context.fetch(self.store, slot)
+                del self._there[slot]

@@ -12,11 +12,12 @@ import torch
 from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
-from ddtree.engine.context import SequenceContext, describe, settle
+from ddtree.engine.context import SequenceContext, describe
 from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
+from ddtree.engine.prompts import DevicePrompts, Prompts
 from ddtree.engine.request import Request, draw_seed
 from ddtree.engine.result import Chunk, Generation
 from ddtree.engine.round import Lane
@@ -70,8 +71,9 @@ class Engine:
             target.tap(drafter.config.target_layer_ids)
         chunk = config.prefill_chunk or (CPU_PREFILL_CHUNK if target.spec.device.type == "cpu" else GPU_PREFILL_CHUNK)
         self._store = store or self._make_store(chunk)
-        runner = self._make_runner()
-        self.scheduler = Scheduler(target, drafter, self._store, self._request, chunk, config.prefix_caching, runner)
+        self.scheduler = Scheduler(
+            target, drafter, self._store, self._request, chunk, config.prefix_caching, *self._make_runners()
+        )
 
     @classmethod
     def load(cls, config: EngineConfig) -> "Engine":
@@ -90,7 +92,8 @@ class Engine:
             return
         sampler = RowSampler(SamplingParams(), 0, (), spec.vocab_size, spec.device)
         try:
-            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter))
+            text = SequenceContext.of(self.speculation, [], spec.device)
+            self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter, text))
         except torch.OutOfMemoryError as error:
             raise InvalidOption(
                 f"the memory of {spec.device} does not suffice for the first rounds ({error}): lower"
@@ -120,6 +123,7 @@ class Engine:
             "tree_context": describe(self.speculation.tree_context, spec.device),
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
+            "draft_vocab": self._draft_vocab(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -236,11 +240,18 @@ class Engine:
         dtype = str(self.target.spec.dtype).removeprefix("torch.")
         return dtype if self.config.draft_dtype == "auto" else self.config.draft_dtype
 
-    def _make_runner(self) -> HostRunner | DeviceRunner:
-        """Rounds on the device where its kernels can be used, else laid by the host."""
+    def _draft_vocab(self) -> int | str | None:
+        """Tokens that drafts are made of: their number, or "full"; None without a drafter."""
+        if self.drafter is None:
+            return None
+        return "full" if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
+
+    def _make_runners(self) -> tuple[HostRunner | DeviceRunner, Prompts]:
+        """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""
+        parts, graphs = (self.target, self.drafter, self._store), self._rounds() == "graphs"
         if usable(self.target.spec.device):
-            return DeviceRunner(self.target, self.drafter, self._store, self._rounds() == "graphs")
-        return HostRunner(self.target, self.drafter, self._store)
+            return DeviceRunner(*parts, graphs, self.max_model_len), DevicePrompts(*parts, graphs)
+        return HostRunner(*parts), Prompts(*parts)
 
     def _make_store(self, chunk: int) -> SlotStore:
         """Caches for every slot, if they and everything else fit the device's memory."""
@@ -263,10 +274,11 @@ class Engine:
             params, draw_seed(params), prompt, spec.vocab_size, spec.device,
             matcher=self._matcher(params), end_ids=spec.end_ids,
         )  # fmt: skip
+        text = SequenceContext.of(speculation, prompt, spec.device, self.max_model_len)
         return Request(
             prompt=prompt,
             params=params,
-            lane=Lane(speculation, sampler, self.drafter, SequenceContext.of(speculation, prompt, spec.device)),
+            lane=Lane(speculation, sampler, self.drafter, text),
             output=RequestOutput(self.text.stream(), params.stop, ends, stops, params.min_tokens),
             remaining=remaining,
         )
@@ -318,4 +330,3 @@ class Engine:
                 " for less, or start with a larger --max-tree-budget",
                 param="tree_budget",
             )
-        settle(speculation.tree_context, self.target.spec.device)

@@ -121,7 +121,6 @@ class GrammarMatcher:
         """Raises InvalidOption for a grammar that cannot be used."""
         self._compiler, self._grammar = compiler, grammar
         self._vocab, self._ends = compiler.vocab, frozenset(compiler.ends)
-        self._end_columns = sorted(compiler.ends)
         self._start = compiler.start(grammar)
         self._mask_size = -(-max(self._vocab, compiler.words().vocab_size) // 32)
         self._shared = None if self._start is None else self._start.deep_copy()
@@ -170,14 +169,23 @@ class GrammarMatcher:
         row whose path breaks the grammar is all False, as are drafts that were too complex to follow, and all rows once
         `error` is set.
         """
+        bits = self.bits(tokens, parents).view(np.uint8)
+        return torch.from_numpy(np.unpackbits(bits, axis=1, bitorder="little", count=self._vocab).view(bool))
+
+    def bits(self, tokens: Sequence[int], parents: Sequence[int]) -> Bits:
+        """What `masks` says, as a device takes it: [n, W] int32, bit t % 32 of word t // 32 for token t; W covers the
+        model's vocabulary and the tokenizer's. Of tokens beyond the model's it says nothing.
+        """
         rows = len(tokens)
         bits = np.zeros((rows, self._mask_size), np.int32)
         may_end = np.zeros(rows, bool)
         if self.error is None:
             self._fill(tokens, parents, bits, may_end)
-        allowed = np.unpackbits(bits.view(np.uint8), axis=1, bitorder="little", count=self._vocab).view(bool)
-        allowed[:, self._end_columns] = may_end[:, None]
-        return torch.from_numpy(allowed)
+        words = bits.view(np.uint32)
+        for end in self._ends:
+            bit = np.uint32(1 << end % 32)
+            words[:, end // 32] = np.where(may_end, words[:, end // 32] | bit, words[:, end // 32] & ~bit)
+        return bits
 
     def _fill(self, tokens: Sequence[int], parents: Sequence[int], bits: Bits, may_end: NDArray[np.bool_]) -> None:
         """Writes the masks, of the root alone where not all rows could be followed."""

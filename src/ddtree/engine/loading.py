@@ -7,7 +7,7 @@ import torch
 
 from ddtree import models
 from ddtree.config import EngineConfig
-from ddtree.drafter import DFlashDrafter, Drafter
+from ddtree.drafter import DFlashDrafter, Drafter, choose_vocabulary
 from ddtree.engine.device import choose_device, choose_dtype
 from ddtree.errors import InvalidOption
 from ddtree.kernels.backend import usable
@@ -32,14 +32,23 @@ def load_pair(config: EngineConfig) -> Loaded:
     dtype = choose_dtype(config.dtype, device)
     drafter_name = "none" if config.speculation.mode == "ar" and config.drafter == "auto" else config.drafter
     invariant, rounded = _invariant(config, device, dtype), _rounded(config, device, dtype, drafter_name)
+    if config.draft_vocab != "auto" and drafter_name == "none":
+        raise InvalidOption(
+            f"draft_vocab {config.draft_vocab} needs a drafter, and none is loaded: leave it at auto, or choose a mode"
+            " that drafts",
+            param="draft_vocab",
+        )
     folder = models.resolve_model(config.model)
     drafter_folder = None if drafter_name == "none" else models.resolve_drafter(drafter_name, config.model)
     target = LlamaTarget.load(folder, dtype, device, invariant)
     drafter = None
     if drafter_folder is not None:
         sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
-        head = target.rounded_head() if rounded else target.head
-        drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded)
+        chosen = choose_vocabulary(config.draft_vocab, drafter_folder, target.spec.vocab_size)
+        vocabulary = None if chosen is None else chosen.to(device)
+        head = target.draft_head(vocabulary, rounded)
+        drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded, vocabulary)
+        target.expect_depth(drafter.config.depths)
     return Loaded(target, drafter, folder, (config.model, drafter_folder.name if drafter_folder else None))
 
 

@@ -8,10 +8,13 @@ from torch import Tensor
 
 from ddtree.config import Speculation
 from ddtree.drafter import Drafter
+from ddtree.engine.consult import mask_words
 from ddtree.engine.modes import MODES, depths_needed, max_rows
+from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
+from ddtree.kernels.context import TextStore
 from ddtree.plan import Load, Memory, MemoryPlan, Part, machine_memory
 from ddtree.target import LlamaTarget, Target
 
@@ -84,6 +87,8 @@ class Planner:
             features=len(target.feature_layers) * spec.hidden_size, dtype=cache.dtype,
         )  # fmt: skip
         self._drafter = None if drafter is None else _drafter_model(drafter)
+        cut = None if drafter is None else drafter.vocabulary
+        self._drafted = self._vocab if cut is None else len(cut)  # tokens that a draft has logits of
         self._depths, self._block = (drafter.config.depths, drafter.config.block_size) if drafter else (0, 0)
         self._captured = None  # rows of the rounds that are captured at the start
         if speculation is not None:
@@ -114,6 +119,9 @@ class Planner:
         if self._drafter is not None:
             parts.insert(1, Part("drafter_weights", self._drafter.weights, "loaded already", there=True))
             parts.insert(3, Part("drafter_context", slots * length * self._drafter.position, context))
+        if self._drafter is not None and self._kernels:
+            note = f"{load.requests} requests of {load.context} tokens"
+            parts.append(Part("texts", TextStore.bytes(slots, load.context), note))
         if self._captured is not None:
             note = f"rounds of up to {batch} x {self._captured} rows"
             parts.append(Part("graphs", self._graphs(load.requests, length), note))
@@ -138,7 +146,7 @@ class Planner:
         """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps."""
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
-        return self._vocab * (draft + noise + rows * _COPIES * _FLOAT)
+        return self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)
@@ -151,13 +159,23 @@ class Planner:
 
     def _prefill(self, length: int) -> int:
         size = self._target.states(self._chunk) + self._target.masks(self._chunk, length)
+        if self._kernels:  # short pieces keep their attention's memory
+            size += sum(self._target.workspace(1, rows, length) for rows in PADDED)
         return size if self._drafter is None else size + self._drafter.states(self._chunk)
 
     def _graphs(self, requests: int, length: int) -> int:
-        """Each graph keeps its attention's memory and its logits; what else a round takes, graphs share."""
+        """Each shape keeps its attention's memory, each graph its logits; what else a round takes, graphs share."""
         rows, most = self._captured or 1, bucket(requests)
-        own = sum(self._attention(batch, rows, length) + self._logits(batch, rows) for batch in buckets(requests))
+        own = sum(
+            self._attention(batch, rows, length) + self._logits(batch, rows) + self._split(batch, rows)
+            for batch in buckets(requests)
+        )
         return own + self._choices(most, rows) + self._states(most, rows)
+
+    def _split(self, batch: int, rows: int) -> int:
+        """What a round in two graphs keeps between them beside: its own logits, features, and a mask of every row."""
+        features = batch * rows * self._target.features * self._dtype.itemsize
+        return self._logits(batch, rows) + features + batch * rows * mask_words(self._vocab) * 4
 
 
 def _drafter_model(drafter: Drafter) -> _Model:

@@ -11,6 +11,13 @@ import torch
 
 STAGES = ("prefill", "draft", "build", "verify", "accept", "commit")
 
+WAYS = (
+    "host",  # trees laid and tokens chosen by the host
+    "graph",  # one CUDA graph
+    "two graphs",  # with the host's part in between
+    "launches",  # the kernels of those, launched one by one
+)
+
 
 @dataclass(frozen=True)
 class RoundRecord:
@@ -25,6 +32,7 @@ class RoundRecord:
     committed: int  # tokens, after cuts at ends
     seconds: float
     waiting: int  # requests in the queue
+    ran: str = "host"  # how: one of WAYS
 
 
 class Observer(Protocol):

@@ -8,9 +8,11 @@ import torch
 from torch import Tensor
 
 from ddtree import kernels
+from ddtree.engine.consult import UNTOLD, HostPart, read_trees, tree_table
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import greedy
 from ddtree.kernels import Plan, PlanRow
+from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Accepted, Proposal, RoundState, accept, cut, top_k
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ class Ops(Protocol):
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """Lay the rows of every sequence."""
+
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """What the host adds to the choice, where a device makes it and cannot do so alone. logits: [B, N, V]."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """[B, N] int64: the token that follows each row; -1 where none can. logits: [B, N, V]."""
@@ -65,7 +70,7 @@ class HostOps:
             index = torch.tensor(self._who, device=root.device)
             cache, root, position = cache.view(self._who), root[index], position[index]
         logits = drafter.propose(cache, root, position, max(lanes[i].depth for i in self._who))
-        return top_k(logits, max(lanes[i].ranks for i in self._who))
+        return top_k(logits, max(lanes[i].ranks for i in self._who), drafter.vocabulary)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. A sequence without a proposal has its root alone."""
@@ -89,6 +94,9 @@ class HostOps:
                 if lane.mode.shadows:
                     state.member[index] = False
                     state.member[index, layout.chain] = True
+
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """Nothing: here the host makes the choice itself."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """See Ops.choose."""
@@ -146,8 +154,8 @@ def report(state: RoundState, tree: Accepted | None) -> Tensor:
 def choose_by_samplers(batch: "Batch", logits: Tensor) -> Tensor:
     """Each sequence's rows by its own sampler. Returns: [B, N] int64, -1 on padding."""
     own = torch.full(logits.shape[:2], -1, dtype=torch.int64, device=logits.device)
-    for index, (lane, position) in enumerate(zip(batch.lanes, batch.state.position.tolist(), strict=False)):
-        rows = batch.host_rows(index)
+    trees = read_trees(tree_table(batch.state).tolist())
+    for index, (lane, (position, rows)) in enumerate(zip(batch.lanes, trees, strict=False)):
         used = logits[index, : len(rows)]
         own[index, : len(used)] = greedy(used) if lane.sampler.plain else lane.sampler.choose(used, rows, position)
     return own
@@ -167,10 +175,15 @@ class DeviceOps:
     width: int  # N, rows of every sequence
     depth: int  # D, depths that the drafter proposes; 0: no proposal
     ranks: int  # K
+    texts: TextStore | None = None  # where sequences draft from their own text
+    said: Said | None = None  # by the texts, of the round
+    host: HostPart | None = None  # None: the device chooses every token by itself
 
     @classmethod
-    def allocate(cls, batch: int, width: int, depth: int, ranks: int, device: torch.device) -> "DeviceOps":
-        """For `batch` sequences of `width` rows."""
+    def allocate(
+        cls, batch: int, width: int, depth: int, ranks: int, device: torch.device, texts: TextStore | None = None
+    ) -> "DeviceOps":
+        """For `batch` sequences of `width` rows; texts: of all slots, where any sequence drafts from its own."""
         return cls(
             plan=Plan.allocate(batch, device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
@@ -179,11 +192,16 @@ class DeviceOps:
             width=width,
             depth=depth,
             ranks=ranks,
+            texts=texts,
+            said=Said.allocate(batch, width, device) if texts else None,
         )
 
     def write_plan(self, lanes: Sequence["Lane"], positions: Sequence[int]) -> None:
         """Tell the device what every sequence verifies from now on; padding, and who cannot draft, its root alone."""
-        rows = [plan_row(lane) if lane.drafts(p) else PlanRow() for lane, p in zip(lanes, positions, strict=True)]
+        rows = [
+            plan_row(lane) if lane.drafts(p) else PlanRow(context=lane.context)
+            for lane, p in zip(lanes, positions, strict=True)
+        ]
         rows += [PlanRow()] * (len(self.seeds) - len(rows))
         self.plan.write(rows, self.width)
 
@@ -193,20 +211,31 @@ class DeviceOps:
             return None
         root, position = batch.state.tokens[:, 0], batch.state.position
         logits = batch.drafter.propose(batch.drafter_cache, root, position, self.depth)
-        return kernels.propose(logits, self.ranks)
+        return kernels.propose(logits, self.ranks, batch.drafter.vocabulary)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. Without a proposal the state holds roots alone from the beginning."""
-        if proposal is not None:
+        if proposal is not None and self.texts is not None and self.said is not None:
+            slots = batch.target_cache.slot
+            build_with(self.texts, slots, proposal.log_q, proposal.tokens, self.plan, batch.state, self.said)
+        elif proposal is not None:
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width)
         batch.state.width = self.width
 
+    def consult(self, batch: "Batch", logits: Tensor) -> None:
+        """See Ops.consult. Waits for the trees."""
+        if self.host is not None:
+            with batch.observer.stage("accept"):
+                self.host.fill(batch.lanes, read_trees(tree_table(batch.state).tolist()), logits)
+
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """See Ops.choose."""
-        if any(lane.sampler.temperature is None for lane in batch.lanes):
-            return choose_by_samplers(batch, logits)
         depths = batch.state.depths[:, : self.width]
-        return kernels.choose(logits, self.seeds, batch.state.position, depths, self.temperatures)
+        asked = (logits, self.seeds, batch.state.position, depths, self.temperatures)
+        if self.host is None:
+            return kernels.choose(*asked)
+        own = kernels.choose(*asked, allowed=self.host.allowed)
+        return torch.where(self.host.told == UNTOLD, own, self.host.told)
 
     def accept(self, batch: "Batch", own: Tensor) -> Accepted | None:
         """See Ops.accept."""
@@ -225,6 +254,8 @@ class DeviceOps:
 
     def advance(self, batch: "Batch") -> None:
         """See Ops.advance."""
+        if self.texts is not None and self.said is not None:
+            self.texts.note(self.plan, batch.target_cache.slot, batch.state, self.said)
         kernels.advance(batch.state, self.ended)
 
 
@@ -238,4 +269,5 @@ def plan_row(lane: "Lane") -> PlanRow:
         spine=speculation.tree_spine if mode.tree else 0,
         ranks=lane.ranks,
         depth=lane.depth,
+        context=lane.context,
     )

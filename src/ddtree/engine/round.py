@@ -11,7 +11,6 @@ from ddtree.engine.context import SequenceContext
 from ddtree.engine.modes import MODES, Mode, depths_needed, max_rows, ranks_needed
 from ddtree.engine.observer import Observer
 from ddtree.engine.ops import Ops
-from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler
 from ddtree.layers import KVCache
 from ddtree.target import Target
@@ -29,7 +28,7 @@ class Lane:
         text: SequenceContext | None = None,
     ) -> None:
         """text: what this sequence says itself; None: its drafts do not look at that."""
-        self.speculation, self.sampler, self._text = speculation, sampler, text
+        self.speculation, self.sampler, self.text = speculation, sampler, text
         self.mode: Mode = MODES[speculation.mode]
         self.depth = depths_needed(self.mode, speculation, drafter.config.depths) if drafter else 0
         self.ranks = ranks_needed(self.mode, speculation)
@@ -40,12 +39,17 @@ class Lane:
     def commit(self, tokens: Sequence[int]) -> None:
         """Tokens that are the sequence's from now on."""
         self.sampler.commit(tokens)
-        if self._text is not None:
-            self._text.commit(tokens)
+        if self.text is not None:
+            self.text.commit(tokens)
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
         """What the text so far says of a proposal, [D][K]; None where it says nothing, or is not asked."""
-        return self._text.guesses(tokens, log_q) if self._text is not None else None
+        return self.text.guesses(tokens, log_q) if self.text is not None else None
+
+    @property
+    def context(self) -> int:
+        """What its text adds to its drafts, as PlanRow.context has it."""
+        return self.text.plan if self.text is not None else 0
 
     def drafts(self, position: int) -> bool:
         """Whether a round with its root at this position has a proposal."""
@@ -76,13 +80,13 @@ class Batch:
         """Whether any sequence verifies rows that it may not commit."""
         return any(lane.mode.shadows for lane in self.lanes)
 
-    def host_rows(self, index: int) -> HostRows:
-        """The rows of one sequence as a sampler reads them."""
-        state = self.state
-        parents = state.parents[index, : state.width].tolist()
-        size = 1 + sum(parent >= 0 for parent in parents)
-        tokens, depths = state.tokens[index, :size].tolist(), state.depths[index, :size].tolist()
-        return HostRows(tokens, parents[:size], depths)
+
+@dataclass(frozen=True)
+class Verified:
+    """What the target says of a round's rows."""
+
+    logits: Tensor  # [B, N, V] its own
+    features: Tensor  # [B, N, F], what a drafter reads
 
 
 @dataclass(frozen=True)
@@ -106,22 +110,42 @@ class Outcome:
 
 
 def run_round(batch: Batch) -> Verdict:
-    """One round of every sequence, from its root to its new tokens (state.committed, cut to n_committed)."""
-    state, observer, ops = batch.state, batch.observer, batch.ops
-    with observer.stage("draft"):
-        proposal = ops.draft(batch)
-    with observer.stage("build"):
-        ops.build(batch, proposal)
-    with observer.stage("verify"):
-        logits, features = batch.target.verify(batch.target_cache, state.rows, state.position)
-    with observer.stage("accept"):
-        own = ops.choose(batch, logits)
+    """One round of every sequence, from its root to its new tokens (state.committed, cut to n_committed).
+
+    At `consult` it can be cut in two: what lies before needs nothing of the host, and what lies behind only tensors
+    that the host has written there.
+    """
+    propose(batch)
+    verified = verify(batch)
+    batch.ops.consult(batch, verified.logits)
+    return settle(batch, verified)
+
+
+def propose(batch: Batch) -> None:
+    """Draft, and lay the rows."""
+    with batch.observer.stage("draft"):
+        proposal = batch.ops.draft(batch)
+    with batch.observer.stage("build"):
+        batch.ops.build(batch, proposal)
+
+
+def verify(batch: Batch) -> Verified:
+    """One forward of the target over the rows."""
+    with batch.observer.stage("verify"):
+        return Verified(*batch.target.verify(batch.target_cache, batch.state.rows, batch.state.position))
+
+
+def settle(batch: Batch, verified: Verified) -> Verdict:
+    """Choose every row's token, accept, commit, and move on to the next roots."""
+    ops = batch.ops
+    with batch.observer.stage("accept"):
+        own = ops.choose(batch, verified.logits)
         tree = ops.accept(batch, own)
         report = ops.report(batch, tree)  # before the roots advance
-    with observer.stage("commit"):
-        _commit(batch, features)
+    with batch.observer.stage("commit"):
+        _commit(batch, verified.features)
         ops.advance(batch)
-    return Verdict(logits, report)
+    return Verdict(verified.logits, report)
 
 
 def _commit(batch: Batch, features: Tensor) -> None:

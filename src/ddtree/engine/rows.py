@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 
@@ -56,6 +58,10 @@ class Matcher(Protocol):
         Args: as HostRows has them; row 0 has been committed already.
         A row whose path breaks the grammar is all False, and so may be any row but the root: it is to be cut.
         """
+        ...
+
+    def bits(self, tokens: Sequence[int], parents: Sequence[int]) -> NDArray[np.int32]:
+        """The same as [n, W] int32, W >= V / 32: bit t % 32 of word t // 32 is set where token t may follow."""
         ...
 
     def commit(self, tokens: Sequence[int]) -> None:

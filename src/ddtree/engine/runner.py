@@ -1,20 +1,23 @@
-"""Runs rounds of a batch: at once on a CPU; as a captured graph, one round ahead of the host, on a GPU."""
+"""Runs rounds of a batch: at once on a CPU; as captured graphs, ahead of the host as far as it goes, on a GPU."""
 
-import gc
 import logging
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
+from ddtree.engine.consult import HostPart
+from ddtree.engine.context import DeviceTexts, SequenceContext
+from ddtree.engine.graphs import Letter, SplitRound, WholeRound, at_rest, rehearse
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import DeviceOps, HostOps
 from ddtree.engine.request import Request
-from ddtree.engine.round import Batch, Lane, Verdict, run_round
+from ddtree.engine.round import Batch, Lane, run_round
+from ddtree.engine.sampling import RowSampler
 from ddtree.engine.shapes import Shape, prepared_shapes
 from ddtree.engine.slots import SlotStore
 from ddtree.layers import KVCache
@@ -28,18 +31,24 @@ NO_TOKEN = -2  # fills the lists of end ids
 
 @dataclass
 class Pending:
-    """A round that was launched; on a GPU it may still run."""
+    """A round that was launched, or its first part; on a GPU it may still run."""
 
+    ran: str  # one of observer.WAYS
     logits: Tensor  # [B, N, V]; of a captured round valid until the next launch
     path: Tensor  # [B, D + 1] int64, likewise
-    _report: Tensor
-    _ready: "torch.cuda.Event | None" = None
+    report: Callable[[], list[list[int]]]  # waits for the round's end; see `read_report`
+    told: Callable[[], None] | None = None  # the host's part and what lies behind it; None: all is launched
 
-    def report(self) -> list[list[int]]:
-        """Waits for the round's end; see `read_report`."""
-        if self._ready is not None:
-            self._ready.synchronize()
-        return self._report.tolist()
+    @property
+    def waits(self) -> bool:
+        """Whether a part of the round is still to be launched."""
+        return self.told is not None
+
+    def settle(self) -> None:
+        """Do the host's part, where there is one, and launch what waits for it."""
+        told, self.told = self.told, None
+        if told is not None:
+            told()
 
 
 class HostRunner:
@@ -82,7 +91,7 @@ class HostRunner:
     def launch(self, batch: Batch) -> Pending:
         """Run a round."""
         verdict = run_round(batch)
-        return Pending(verdict.logits, batch.state.path, verdict.report)
+        return Pending("host", verdict.logits, batch.state.path, verdict.report.tolist)
 
 
 def fill(batch: Batch, requests: Sequence[Request]) -> None:
@@ -104,23 +113,25 @@ def fill(batch: Batch, requests: Sequence[Request]) -> None:
 
 @dataclass
 class Captured:
-    """The static batch of a shape, and its graph."""
+    """The static batch of a shape, and its graphs."""
 
     shape: Shape
     batch: Batch
-    ops: DeviceOps
-    graph: "torch.cuda.CUDAGraph | None" = None
-    verdict: Verdict | None = None
-    pinned: list[Tensor] = field(default_factory=list)  # two reports on the host: one is read while one is written
-    turn: int = 0
+    alone: DeviceOps  # for batches whose tokens the device chooses by itself
+    told: DeviceOps  # the same tensors, for batches that the host has a part in
+    whole: WholeRound | None = None
+    split: SplitRound | None = None
     drafting: list[bool] = field(default_factory=list)  # who drafts, as the plan says
 
 
 class DeviceRunner:
     """Batches by shape, each with static tensors; rounds as CUDA graphs where that is possible and wanted."""
 
-    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore, graphs: bool) -> None:
+    def __init__(self, target: Target, drafter: Drafter | None, store: SlotStore, graphs: bool, context: int) -> None:
+        """context: the most tokens of a sequence, prompt and answer."""
         self._target, self._drafter, self._store, self._graphs = target, drafter, store, graphs
+        self._context = context
+        self._made_texts: DeviceTexts | None = None
         self._host = HostRunner(target, drafter, store)
         self._made: dict[Shape, Captured] = {}
         self._current: Captured | None = None
@@ -133,6 +144,8 @@ class DeviceRunner:
         shape = Shape.of(lanes, len(lanes), max(len(request.ends) for request in requests))
         if not shape.fits:
             self._current = None
+            if self._made_texts is not None:
+                self._made_texts.give_back(*_texts_of(requests))
             return self._host.make(requests, observer)
         captured = self._current = self._static_batch(shape)
         self._tell(captured, requests, observer)
@@ -141,37 +154,46 @@ class DeviceRunner:
     def prepare(self, lane: Lane, most: int) -> None:
         """Before anybody waits: capture the rounds of up to `most` sequences such as this one, by `prepared_shapes`.
 
-        Without graphs the kernels are compiled. The rounds run on the spare slot, for sequences that are done.
+        Both kinds: a filter such as top_p is as common as none. Without graphs the kernels are compiled. The rounds run
+        on the spare slot, for sequences that are done.
         """
         for shape in prepared_shapes(lane, most):
             captured = self._static_batch(shape)
             self._tell(captured, [], Unobserved())
             captured.batch.lanes = [lane]
-            if self._graphs:
-                self._capture(captured)
-            else:
-                _warm_up(captured.batch)
+            for ops in (captured.alone, captured.told):
+                captured.batch.ops = ops
+                if self._graphs:
+                    self._capture(captured)
+                else:
+                    with at_rest(captured.batch):
+                        rehearse(captured.batch)
 
     def runs_ahead(self, batch: Batch) -> bool:
-        """Whether a round may be launched before the one before it was read: where the host has no part in it."""
-        return self._current is not None and self._alone(batch)
+        """Whether the next round, or its part before the host's, may be launched before this one was read."""
+        return self._current is not None and (self._current.batch.ops is self._current.alone or self._replays(batch))
 
     def launch(self, batch: Batch) -> Pending:
-        """Launch a round, and the copy of its report."""
+        """Launch a round and the copy of its report, or the part of it that lies before the host's."""
         captured = self._current
         if captured is None:
             return self._host.launch(batch)
-        if self._replays(batch):
-            if captured.graph is None:
-                log.debug("a round is captured while its requests wait: %s", captured.shape)
-                self._capture(captured)
-            assert captured.graph is not None
-            assert captured.verdict is not None
-            captured.graph.replay()
-            verdict = captured.verdict
-        else:
+        path = batch.state.path
+        if not self._replays(batch):
             verdict = run_round(batch)
-        return self._pending(captured, verdict)
+            letter = Letter()
+            letter.send(verdict.report)
+            return Pending("launches", verdict.logits, path, letter.read)
+        if not self._is_captured(captured):
+            log.debug("a round is captured while its requests wait: %s", captured.shape)
+            self._capture(captured)
+        if batch.ops is captured.alone:
+            assert captured.whole is not None
+            return Pending("graph", captured.whole.logits, path, captured.whole.launch().read)
+        split = captured.split
+        assert split is not None
+        split.launch()
+        return Pending("two graphs", split.logits, path, split.report, partial(split.settle, batch))
 
     def follow(self, batch: Batch, positions: Sequence[int]) -> None:
         """Positions have moved: a sequence past its drafter's own context decodes plainly from now on."""
@@ -179,16 +201,30 @@ class DeviceRunner:
         if captured is not None:
             drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
             if drafting != captured.drafting:
-                captured.ops.write_plan(batch.lanes, positions)
+                captured.alone.write_plan(batch.lanes, positions)
                 captured.drafting = drafting
 
     def _replays(self, batch: Batch) -> bool:
-        """Whether a round is one graph. It has no stages: who wants to time them gets single launches."""
-        return self._graphs and self._alone(batch) and not isinstance(batch.observer, StageTimer)
+        """Whether rounds are graphs. They have no stages: who wants to time them gets single launches."""
+        return self._graphs and not isinstance(batch.observer, StageTimer)
 
-    def _alone(self, batch: Batch) -> bool:
-        """Whether the device can choose every token by itself."""
-        return all(lane.sampler.temperature is not None for lane in batch.lanes)
+    def _is_captured(self, captured: Captured) -> bool:
+        return (captured.whole if captured.batch.ops is captured.alone else captured.split) is not None
+
+    def _capture(self, captured: Captured) -> None:
+        """The kind of round that the batch's ops are for."""
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
+        if captured.batch.ops is captured.alone:
+            captured.whole = WholeRound(captured.batch, self._pool)
+        else:
+            captured.split = SplitRound(captured.batch, self._pool)
+
+    @property
+    def _texts(self) -> DeviceTexts:
+        """Made with the first round that needs them."""
+        if self._made_texts is None:
+            self._made_texts = DeviceTexts(self._store.count + 1, self._context, self._target.spec.device)
+        return self._made_texts
 
     def _static_batch(self, shape: Shape) -> Captured:
         if shape not in self._made:
@@ -196,25 +232,26 @@ class DeviceRunner:
         return self._made[shape]
 
     def _allocate(self, shape: Shape) -> Captured:
-        device, store = self._target.spec.device, self._store
-        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, device)
-        slots = [0] * shape.batch
+        spec, store, slots = self._target.spec, self._store, [0] * shape.batch
+        texts = self._texts.store if shape.context else None
+        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts)
+        host = HostPart.allocate(shape.batch, shape.width, spec.vocab_size, spec.device)
         batch = Batch(
             target=self._target,
             target_cache=_static(store.cache, slots),
             drafter=self._drafter,
             drafter_cache=_static(store.drafter_cache, slots) if self._drafter and store.drafter_cache else None,
             lanes=(),
-            state=RoundState.allocate(shape.batch, shape.width, shape.depth, device),
-            ends=torch.full((shape.batch, shape.ends), NO_TOKEN, dtype=torch.int64, device=device),
+            state=RoundState.allocate(shape.batch, shape.width, shape.depth, spec.device),
+            ends=torch.full((shape.batch, shape.ends), NO_TOKEN, dtype=torch.int64, device=spec.device),
             observer=Unobserved(),
             ops=ops,
         )
         batch.state.lay_roots()
-        return Captured(shape, batch, ops)
+        return Captured(shape, batch, ops, replace(ops, host=host))
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
-        batch, ops = captured.batch, captured.ops
+        batch, ops = captured.batch, captured.alone
         size = len(ops.seeds)
         batch.lanes, batch.observer = [request.lane for request in requests], observer
         slots = [request.slot.index for request in requests if request.slot is not None]
@@ -224,69 +261,36 @@ class DeviceRunner:
                 cache.slots = tuple(slots)
                 cache.index.copy_(torch.tensor(slots))
         fill(batch, requests)
-        samplers: list[Lane] = list(batch.lanes)
-        seeds = [lane.sampler.seed for lane in samplers] + [0] * (size - len(samplers))
-        heat = [lane.sampler.temperature or 0.0 for lane in samplers] + [0.0] * (size - len(samplers))
-        ops.seeds.copy_(torch.tensor(seeds, dtype=torch.int64))
+        samplers = [lane.sampler for lane in batch.lanes]
+        pad = size - len(samplers)
+        ops.seeds.copy_(torch.tensor([sampler.seed for sampler in samplers] + [0] * pad, dtype=torch.int64))
+        heat = [sampler.heat for sampler in samplers] + [0.0] * pad
         ops.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
+        if captured.shape.context:
+            self._texts.bring(*_texts_of(requests))
         positions = [request.position for request in requests]
         ops.write_plan(batch.lanes, positions)
         captured.drafting = [lane.drafts(position) for lane, position in zip(batch.lanes, positions, strict=True)]
+        self._ask(captured, samplers)
 
-    def _capture(self, captured: Captured) -> None:
-        """Record a round, after some that compile kernels and allocate what stays."""
-        batch = replace(captured.batch, observer=Unobserved())  # nobody takes a recording's stages for a round's
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            _warm_up(batch)
-        torch.cuda.current_stream().wait_stream(stream)
-        self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool):
-            captured.verdict = run_round(batch)
-        captured.graph = graph
-
-    def _pending(self, captured: Captured, verdict: Verdict) -> Pending:
-        if verdict.report.device.type != "cuda":
-            return Pending(verdict.logits, captured.batch.state.path, verdict.report)
-        if not captured.pinned:
-            captured.pinned = [torch.empty(verdict.report.shape, dtype=torch.int64, pin_memory=True) for _ in range(2)]
-        captured.turn = 1 - captured.turn
-        report = captured.pinned[captured.turn]
-        report.copy_(verdict.report, non_blocking=True)
-        ready = torch.cuda.Event()
-        ready.record()
-        return Pending(verdict.logits, captured.batch.state.path, report, ready)
+    def _ask(self, captured: Captured, samplers: Sequence[RowSampler]) -> None:
+        """Whether the device can choose every token of these by itself; if not, what the host will tell it."""
+        batch, host = captured.batch, captured.told.host
+        batch.ops = captured.alone
+        if any(sampler.temperature is None for sampler in samplers):
+            assert host is not None
+            host.begin(batch.lanes)
+            batch.ops = captured.told
+        if captured.split is not None:
+            captured.split.laid = False  # of other sequences
 
 
-@contextmanager
-def recording(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]:
-    """Launches within it become the graph. Nothing is freed meanwhile: a tensor or a graph that Python collects in the
-    middle of a recording would invalidate it.
-    """
-    collects = gc.isenabled()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
-        gc.disable()  # after torch's own collection, which comes first
-        try:
-            yield
-        finally:
-            if collects:
-                gc.enable()
+def _texts_of(requests: Sequence[Request]) -> tuple[list[SequenceContext | None], list[int]]:
+    """The sequences' own texts, and their slots."""
+    running = [(request.lane.text, request.slot.index) for request in requests if request.slot is not None]
+    return [text for text, _ in running], [slot for _, slot in running]
 
 
 def _static(cache: KVCache, slots: list[int]) -> KVCache:
     """A view whose slots lie in a tensor of its own, which stays where it is."""
     return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))
-
-
-def _warm_up(batch: Batch) -> None:
-    """Two rounds of finished sequences, which commit nothing; everything that they move is put back."""
-    state = batch.state
-    moved = (state.tokens, state.position, state.remaining, state.done)
-    saved = [tensor.clone() for tensor in moved]
-    state.done.fill_(True)
-    for _ in range(2):
-        run_round(batch)
-    for tensor, value in zip(moved, saved, strict=True):
-        tensor.copy_(value)

@@ -8,7 +8,9 @@ The logits have been through the grammar, the biases and the penalties of the ro
 from collections.abc import Sequence
 from typing import TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ddtree.config import SamplingParams
@@ -164,6 +166,22 @@ class RowSampler:
         if self.plain:
             return 0.0
         return None if self._processes or self._filtered or self._greedy else self._filters.temperature
+
+    @property
+    def heat(self) -> float:
+        """The temperature that a row's token is drawn with; 0: the best is taken."""
+        return 0.0 if self._greedy else self._filters.temperature
+
+    @property
+    def masked(self) -> bool:
+        """Whether `mask` is all that a device lacks to choose by itself."""
+        others = (self._filtered and not self._greedy) or self._history.active or len(self._ends) > 0
+        return self._matcher is not None and not others
+
+    def mask(self, rows: HostRows) -> NDArray[np.int32]:
+        """What the grammar lets follow each row: see Matcher.bits."""
+        assert self._matcher is not None
+        return self._matcher.bits(rows.tokens, rows.parents)
 
     @property
     def seed(self) -> int:

@@ -13,6 +13,7 @@ from ddtree.drafter import Drafter
 from ddtree.engine.device import standing_on
 from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.observer import Observer, RoundRecord, Unobserved
+from ddtree.engine.prompts import Prompts
 from ddtree.engine.request import Request
 from ddtree.engine.result import Chunk
 from ddtree.engine.round import Batch, Lane, Outcome, read_report
@@ -23,7 +24,6 @@ from ddtree.engine.slots import SlotStore
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption
 from ddtree.target import Target
 
-WARM_UP_ROWS = (1, 2, 16)  # a kernel is compiled for a number of rows that is 1, one that 16 divides, and any other
 NO_ANSWER = -1  # what a row chooses where nothing can follow it
 News = list[tuple[Request, Chunk]]
 
@@ -65,9 +65,10 @@ class Scheduler:
         prefill_chunk: int,
         prefix_caching: bool,
         runner: HostRunner | DeviceRunner,
+        prompts: Prompts,
     ) -> None:
         """make: checks a request and turns it into a `Request`; raises DDTreeError for one that cannot be run."""
-        self._runner = runner
+        self._runner, self._prompts = runner, prompts
         self._flight: Flight | None = None  # a round that was launched before the one before it was read
         self._target, self._drafter, self._store, self._make = target, drafter, store, make
         self._chunk, self._reuse = prefill_chunk, prefix_caching
@@ -123,9 +124,8 @@ class Scheduler:
         nothing behind.
         """
         with standing_on(self._target.spec.device):
-            for size in sorted({*WARM_UP_ROWS, self._chunk}):
-                if size <= self._store.length:
-                    self._forward(self._store.spare, [0] * size, 0)
+            for size in self._prompts.sizes(self._chunk):
+                self._prompts.forward(self._store.spare, [0] * size, 0)
             self._runner.prepare(lane, self._store.count)
 
     @torch.inference_mode()
@@ -185,18 +185,9 @@ class Scheduler:
         assert request.slot is not None
         start = request.position
         end = min((start // self._chunk + 1) * self._chunk, len(request.prompt))
-        logits = self._forward(request.slot.index, request.prompt[start:end], start)
+        logits = self._prompts.forward(request.slot.index, request.prompt[start:end], start)
         self._advance(request, end)
         return logits if end == len(request.prompt) else None
-
-    def _forward(self, slot: int, tokens: Sequence[int], start: int) -> Tensor:
-        """Part of a prompt, from position `start`, into both caches. Returns: the last row's logits [1, V]."""
-        device, slots = self._target.spec.device, [slot]
-        ids, position = torch.tensor([list(tokens)], device=device), torch.tensor([start], device=device)
-        features, logits = self._target.prefill(self._store.cache.view(slots), ids, position)
-        if self._drafter is not None and self._store.drafter_cache is not None:
-            self._drafter.append(self._store.drafter_cache.view(slots), features, position)
-        return logits
 
     def _first_token(self, request: Request, logits: Tensor) -> Chunk:
         """The prompt is done: its last token, one before the root's position, chooses the root."""
@@ -219,10 +210,11 @@ class Scheduler:
         """One round of everything that runs; on a GPU the next one is launched before this one is read."""
         started = time.perf_counter()
         flight = self._flight
-        if flight is None:
+        if flight is None or not self._goes_on(flight):
             if self._batch is None:
                 self._batch = self._runner.make(self._running, self.observer)
             flight = self._launch(self._batch)
+        flight.pending.settle()
         ahead = self._batch is not None and not self._reads_logits() and self._runner.runs_ahead(self._batch)
         self._flight = self._launch(self._batch) if ahead and self._batch is not None else None
         news = self._read(flight, started)
@@ -231,6 +223,12 @@ class Scheduler:
         if not self._running:
             self._flight = None  # nobody is left whom it could concern
         return news
+
+    def _goes_on(self, flight: Flight) -> bool:
+        """Whether a launched round is of use: one that still waits for the host would commit into the slot of a
+        sequence that has left, which may be another's by now. Dropped, it has committed nothing.
+        """
+        return not flight.pending.waits or all(request in self._running for request in flight.requests)
 
     def _launch(self, batch: Batch) -> "Flight":
         return Flight(self._runner.launch(batch), list(self._running), batch.depth)
@@ -263,7 +261,7 @@ class Scheduler:
                 pending.logits[index, pending.path[index, : len(outcome.committed)]] if self._reads(request) else None
             )
             news.append((request, self._take(request, outcome.committed, logits, outcome.done)))
-        self.observer.round(self._record(requests, outcomes, time.perf_counter() - started))
+        self.observer.round(self._record(requests, outcomes, time.perf_counter() - started, pending.ran))
         return news
 
     @staticmethod
@@ -298,7 +296,7 @@ class Scheduler:
         if request.slot is not None:
             self._store.release(request.slot)
 
-    def _record(self, requests: list[Request], outcomes: list[Outcome], seconds: float) -> RoundRecord:
+    def _record(self, requests: list[Request], outcomes: list[Outcome], seconds: float, ran: str) -> RoundRecord:
         drafted = sum(outcome.drafted for outcome in outcomes)
         return RoundRecord(
             batch=len(requests),
@@ -310,6 +308,7 @@ class Scheduler:
             committed=sum(len(outcome.committed) for outcome in outcomes),
             seconds=seconds,
             waiting=len(self._waiting),
+            ran=ran,
         )
 
 

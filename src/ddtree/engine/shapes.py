@@ -19,6 +19,7 @@ class Shape:
     ranks: int
     shadows: bool
     ends: int
+    context: bool = False  # whether any sequence drafts from its own text
 
     @classmethod
     def of(cls, lanes: Sequence[Lane], size: int, ends: int = 0) -> "Shape":
@@ -30,6 +31,7 @@ class Shape:
             ranks=max(lane.ranks for lane in lanes),
             shadows=any(lane.mode.shadows for lane in lanes),
             ends=max(_ENDS, ends),
+            context=any(lane.text is not None for lane in lanes),
         )
 
     @property

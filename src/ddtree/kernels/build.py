@@ -23,6 +23,7 @@ class PlanRow:
     spine: int = 0  # rank-0 tokens that are placed first
     ranks: int = 1  # candidates of a depth that the tree may use
     depth: int = 0  # depths that may be used
+    context: int = 0  # what the sequence's text adds, where rows are laid by `build_with`; 1: branch, 2: mix
 
     @property
     def rows(self) -> int:
@@ -34,7 +35,7 @@ class PlanRow:
 class Plan:
     """What every sequence of a batch verifies, in one device tensor, so that a captured graph can be told anew."""
 
-    settings: Tensor  # [B, 6] int64: the fields of PlanRow
+    settings: Tensor  # [B, 7] int64: the fields of PlanRow
 
     @classmethod
     def allocate(cls, batch: int, device: torch.device | str) -> "Plan":
@@ -64,8 +65,7 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
     No heap: every laid row holds one candidate in its lane, and two maxima over the lanes (of one warp) find the best.
     """
     batch, drafted, ranks = log_q.shape
-    if not (1 <= width <= min(MOST_ROWS, state.tokens.shape[1]) and drafted <= MOST_DEPTHS and ranks <= MOST_RANKS):
-        raise ValueError(f"{width} rows, {drafted} depths, {ranks} ranks: at most {MOST_ROWS}, 63 and 32")
+    check_sizes(log_q, state, width)
     words, pitch = -(-width // WORD), state.tokens.stride(0)
     block = max(power_of_two(width), 32)
     jit("build").build[(batch,)](
@@ -89,3 +89,10 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
         **overlap(log_q.device),
     )
     state.width = width
+
+
+def check_sizes(log_q: Tensor, state: RoundState, width: int) -> None:
+    """Raises ValueError for what the kernels cannot lay."""
+    _, drafted, ranks = log_q.shape
+    if not (1 <= width <= min(MOST_ROWS, state.tokens.shape[1]) and drafted <= MOST_DEPTHS and ranks <= MOST_RANKS):
+        raise ValueError(f"{width} rows, {drafted} depths, {ranks} ranks: at most {MOST_ROWS}, 63 and 32")

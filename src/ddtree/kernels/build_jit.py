@@ -26,7 +26,7 @@ def _frontier(log_q, ranks, score, depth, end, upcoming, node, count, reach, usa
 
 
 @triton.jit
-def _ancestors(parent, node, word, steps: tl.constexpr):
+def ancestor_bits(parent, node, word, steps: tl.constexpr):
     """Bits of a row and its ancestors within one word: every step doubles how far up a row sees."""
     bits = tl.where(node // 64 == word, tl.full(node.shape, 1, tl.int64) << (node % 64).to(tl.int64), 0)
     jump = parent
@@ -62,7 +62,7 @@ def build(
     batch = tl.program_id(0).to(tl.int64)
     log_q += batch * drafted * ranks
     candidates += batch * drafted * ranks
-    settings += batch * 6
+    settings += batch * 7
     with_tree = tl.load(settings).to(tl.int32)
     with_chain = tl.load(settings + 1).to(tl.int32)
     budget = tl.load(settings + 2).to(tl.int32) * (with_tree != 0)
@@ -137,4 +137,4 @@ def build(
     tl.store(member + at, (on_chain | (shadows == 0)).to(tl.uint8), mask=real)
     tl.store(tree + at, in_tree.to(tl.uint8), mask=real)
     for word in tl.static_range(words):
-        tl.store(ancestors + at * row_words + word, _ancestors(parent, node, word, 6), mask=real)
+        tl.store(ancestors + at * row_words + word, ancestor_bits(parent, node, word, 6), mask=real)

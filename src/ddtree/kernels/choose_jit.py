@@ -50,7 +50,7 @@ def _gumbel(bits):
     return -_log(-_log1p_of_negative(v))
 
 
-@triton.jit(do_not_specialize=["pitch_depths", "rows", "segments"])
+@triton.jit(do_not_specialize=["pitch_depths", "pitch_masks", "pitch_words", "rows", "segments"])
 def scan(
     logits,
     pitch_batch,
@@ -60,11 +60,16 @@ def scan(
     depths,
     pitch_depths,
     temperatures,
+    masks,
+    pitch_masks,
+    pitch_words,
+    limited,
     keys,
     rows,
     columns,
     segments,
     block: tl.constexpr,
+    masked: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The best token of one segment of one row, as a key."""
@@ -73,6 +78,11 @@ def scan(
     column = segment * block + tl.arange(0, block)
     at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row + column
     x = tl.load(at, mask=column < columns, other=float("-inf")).to(tl.float32)
+    if masked:
+        words = masks + batch * pitch_masks + row.to(tl.int64) * pitch_words + column // 32
+        told = tl.load(limited + batch) != 0
+        word = tl.load(words, mask=(column < columns) & told, other=-1)
+        x = tl.where(((word >> (column % 32)) & 1) != 0, x, float("-inf"))  # also where the logit is NaN
     temperature = tl.load(temperatures + batch).to(tl.float64)
     if temperature > 0.0:
         seed = tl.load(seeds + batch)

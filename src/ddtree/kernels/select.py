@@ -39,10 +39,13 @@ def top_k(logits: Tensor, k: int) -> tuple[Tensor, Tensor, Tensor]:
     return found.values, found.ids, found.norm
 
 
-def propose(logits: Tensor, k: int) -> Proposal:
-    """What ddtree.tree.top_k gives, in the same two launches. logits: [B, D, V]."""
+def propose(logits: Tensor, k: int, vocabulary: Tensor | None = None) -> Proposal:
+    """What ddtree.tree.top_k gives, in the same two launches.
+
+    logits: [B, D, V]; vocabulary: [V] int64, dense: the tokens that the columns stand for.
+    """
     batch, depth, columns = logits.shape
-    found = select(logits.reshape(batch * depth, columns), k)
+    found = select(logits.reshape(batch * depth, columns), k, vocabulary=vocabulary)
     return Proposal(tokens=found.ids.view(batch, depth, -1), log_q=found.log_q.view(batch, depth, -1))
 
 
@@ -51,16 +54,18 @@ class Selected:
     """The k best of M rows."""
 
     values: Tensor  # [M, k] float32
-    ids: Tensor  # [M, k] int64
+    ids: Tensor  # [M, k] int64: columns, or what a vocabulary has for them
     log_q: Tensor  # [M, k] float32: value - norm, at most 0
     norm: Tensor  # [M] float32: logsumexp of the whole row
 
 
-def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT) -> Selected:
-    """top_k with everything it finds."""
+def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT, vocabulary: Tensor | None = None) -> Selected:
+    """top_k with everything it finds. vocabulary: [V] int64, dense: the tokens that the columns stand for."""
     rows, columns = logits.shape
     if not 1 <= k <= MOST or logits.stride(1) != 1:
         raise ValueError(f"k = {k} (1 to {MOST}), column stride {logits.stride(1)} (1)")
+    if vocabulary is not None and (vocabulary.shape != (columns,) or not vocabulary.is_contiguous()):
+        raise ValueError(f"a vocabulary of shape {tuple(vocabulary.shape)} for {columns} columns")
     kernels, k = jit("select"), min(k, columns)
     chunks = -(-columns // CHUNK)
     segments = -(-chunks // tiles.segment)
@@ -96,6 +101,7 @@ def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT) -> Selected:
         found.ids,
         found.log_q,
         found.norm,
+        found.ids if vocabulary is None else vocabulary,
         columns,
         chunks,
         segments,
@@ -105,6 +111,7 @@ def select(logits: Tensor, k: int, tiles: SelectTiles = DEFAULT) -> Selected:
         k=k,
         k_block=k_block,
         bitonic=tiles.bitonic,
+        named=vocabulary is not None,
         num_warps=tiles.merge_warps,
         **overlap(logits.device),
     )

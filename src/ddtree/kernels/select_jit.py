@@ -69,6 +69,7 @@ def merge(
     ids,
     log_q,
     norms,
+    vocabulary,
     columns,
     chunks,
     segments,
@@ -78,6 +79,7 @@ def merge(
     k: tl.constexpr,
     k_block: tl.constexpr,
     bitonic: tl.constexpr,
+    named: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """One row: its logsumexp, the k chunks of largest maximum, and the k largest columns of those."""
@@ -106,7 +108,10 @@ def merge(
     value = value_of(order_in(best))
     at = row * k + place
     tl.store(values + at, value, mask=place < k)
-    tl.store(ids + at, index_in(best).to(tl.int64), mask=place < k)
+    token = index_in(best).to(tl.int64)
+    if named:
+        token = tl.load(vocabulary + token, mask=place < k, other=0)
+    tl.store(ids + at, token, mask=place < k)
     # Rounding may lift a near-certain token above probability 1. NaN stays: a comparison with it is false.
     scaled = value - norm
     tl.store(log_q + at, tl.where(scaled > 0.0, 0.0, scaled), mask=place < k)

@@ -76,6 +76,11 @@ class Linear:
             return _packed_product(x, self.weight, self.bias)
         return F.linear(x, self.weight, self.bias)
 
+    def rows(self, index: Tensor) -> Tensor:
+        """Rows [n, in] of the weight by number, in its dtype: a copy. index: [n] int64. Not of a Rounded weight."""
+        whole: Tensor = self.weight.to_dense() if self.packed else self.weight
+        return whole[index.to(whole.device)]
+
     def add_norm(
         self, x: Tensor, states: Tensor, norm: RMSNorm, dtype: torch.dtype, kept: Tensor | None, few: bool = False
     ) -> Tensor:
@@ -84,6 +89,17 @@ class Linear:
             parts = kernels.product_parts(states, self.weight)  # [S, M, out]: the norm's kernel adds them up
             return kernels.add_norm(x, parts, norm.scale, norm.squares, dtype, kept, self.bias)
         return add_norm(x, self(states), norm, dtype, kept)
+
+
+class FewRows:
+    """A product that is only ever asked for the rows of a round: see Linear."""
+
+    def __init__(self, linear: Linear) -> None:
+        self.linear = linear
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x [M, in] -> [M, out]."""
+        return self.linear(x, few=True)
 
 
 class GatedLinear:

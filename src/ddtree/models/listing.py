@@ -3,8 +3,9 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from ddtree.config import EMBEDDED
+from ddtree.config import DRAFT_VOCABULARY, EMBEDDED
 from ddtree.models import store
+from ddtree.models.folder import read_json
 from ddtree.models.names import BUNDLED_DRAFTER, bundled_drafter
 from ddtree.models.wheel import SMOLLM2
 
@@ -44,6 +45,8 @@ def list_models() -> list[ModelEntry]:
 def _bundled() -> ModelEntry:
     folder = bundled_drafter()
     source = f"DFlash drafter for {EMBEDDED}, shipped with ddtree"
+    if (folder / DRAFT_VOCABULARY).is_file():
+        source += f"; drafts of the {read_json(folder / DRAFT_VOCABULARY)['size']} most frequent tokens"
     return ModelEntry(BUNDLED_DRAFTER, "drafter", _size(folder), "Apache-2.0", source, folder, True)
 
 

@@ -77,6 +77,8 @@ class Exposition(Collector):
     def _rounds(self) -> Iterator[Any]:
         m = self._metrics
         yield _counter("ddtree_rounds", "Rounds, of whatever number of sequences.", m.rounds)
+        ways = [({"way": way}, count) for way, count in m.ways.copy().items()]
+        yield _counters("ddtree_way_rounds", "Rounds, by how they ran: on the host, as CUDA graphs, as launches.", ways)
         yield _counter("ddtree_verified_rows", "Rows verified, roots included.", m.verified_rows)
         yield _counter("ddtree_drafts", "Rounds of one sequence that had a proposal.", m.drafts)
         yield _counter("ddtree_drafted_tokens", "Nodes verified, roots excluded.", m.drafted_tokens)

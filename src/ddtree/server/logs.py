@@ -71,6 +71,7 @@ class RoundLog:
             "accepted": record.accepted,
             "depths": record.depths,
             "modes": record.modes,
+            "ran": record.ran,
             "committed": record.committed,
             "seconds": round(record.seconds, 6),
             "stages": stages,

@@ -114,6 +114,7 @@ class Metrics:
         self.prompt_lengths = Histogram(TOKENS)
         self.answer_lengths = Histogram(TOKENS)
         self.rounds = 0  # of whatever batch
+        self.ways: Counter[str] = Counter()  # the same, by how they ran: see engine.observer.WAYS
         self.verified_rows = self.drafts = self.drafted_tokens = self.accepted_tokens = 0
         self.recent = RecentDrafts()
         self.accepted_counts: Counter[int] = Counter()  # rounds of one sequence, by how many nodes were accepted
@@ -143,6 +144,7 @@ class Metrics:
     def round(self, record: "RoundRecord") -> None:
         """A round has ended."""
         self.rounds += 1
+        self.ways[record.ran] += 1
         self.verified_rows += record.rows
         self.round_seconds.observe(record.seconds)
         self.round_batch.observe(record.batch)

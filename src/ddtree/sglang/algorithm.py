@@ -72,6 +72,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         block = server_args.speculative_dflash_block_size
         if block and server_args.speculative_num_draft_tokens == options.rows(int(block)):
             server_args.speculative_num_draft_tokens = int(block)  # handled already, in another process
+            server_args.speculative_eagle_topk = 1
         speculative_hook._handle_dflash(server_args)
         block = int(server_args.speculative_num_draft_tokens or DEFAULT_BLOCK)
         server_args.speculative_dflash_block_size = block

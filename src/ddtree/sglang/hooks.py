@@ -54,6 +54,13 @@ def row_headroom(original: Original, server_args: Any) -> int:
     return max(extra, 2 * int(server_args.speculative_num_draft_tokens) + 4)
 
 
+def relays_hidden_states(original: Original, server_args: Any = None) -> bool:
+    """Whether drafts want the target's hidden states by way of the scheduler: stock knows that of DFLASH by name."""
+    from sglang.srt.runtime_context import get_spec
+
+    return str(get_spec().speculative_algorithm).upper() != "DDTREE" and bool(original(server_args))
+
+
 def count_penalties(original: Original, batch: Any) -> None:
     """Before decoding: let penalties see the last token, as SGLang does for EAGLE and leaves out for DFLASH."""
     if _is_tree_algorithm(batch.spec_algorithm) and batch.sampling_info.penalizer_orchestrator.is_required:

@@ -69,5 +69,16 @@ def installed_grammars() -> list[str]:
     return [name for name in GRAMMARS if find_spec(name) is not None]
 
 
+def value(words: Sequence[str], flag: str) -> str | None:
+    """What the last `flag` among the words is set to."""
+    found = None
+    for place, word in enumerate(words):
+        if word == flag and place + 1 < len(words):
+            found = words[place + 1]
+        elif word.startswith(f"{flag}="):
+            found = word.partition("=")[2]
+    return found
+
+
 def _named(passed: Sequence[str], flag: str) -> bool:
     return any(word == flag or word.startswith(f"{flag}=") for word in passed)

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.kernels import Plan
+from ddtree.kernels import Plan, PlanRow
 from ddtree.kernels.backend import power_of_two
 from ddtree.tree import RoundState, Rows
 
@@ -20,12 +20,23 @@ class Room:
         size = power_of_two(max(size, 16))
         self.state = RoundState.allocate(size, worker.width, worker.depth, device)
         self.plan = Plan.allocate(size, device)
-        self.shadows = torch.zeros(size, dtype=torch.bool, device=device)
+        self.planned = [worker.usual] * size  # what `plan` says, so that it is written only where that changes
+        self.plan.write(self.planned, worker.width)
+        self.shadows = torch.full((size,), worker.usual.tree and worker.usual.chain, dtype=torch.bool, device=device)
         self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
         prefill, decode = runner.server_args.get_attention_backends()
         verifies = decode if runner.server_args.speculative_attention_mode == "decode" else prefill
         context, prefix = runner.model_config.context_len, verifies in FULL_MASK_BACKENDS
         self.mask = MaskRoom(runner.attn_backend, context, worker.width, prefix)
+
+    def tell(self, plans: list[PlanRow], width: int) -> bool:
+        """Write the plans of these requests, if they are not those of the last. Returns whether any is shadowed."""
+        size = len(plans)
+        if plans != self.planned[:size]:
+            self.planned[:size] = plans
+            self.plan.write(self.planned, width)
+            self.shadows.copy_(torch.tensor([plan.tree and plan.chain for plan in self.planned]), non_blocking=True)
+        return any(plan.tree and plan.chain for plan in plans)
 
     def rows(self, size: int) -> Rows:
         """The rows of the first `size` requests."""
@@ -50,5 +61,5 @@ class MaskRoom:
         need = self.width * (longest + len(lengths) * self.width)
         if self._own is None or self._own.numel() < need:
             most = self.width * len(lengths) * (self.context + 2 * self.width)
-            self._own = torch.ones(max(need, most), dtype=torch.uint8, device=lengths.device)
-        return self._own, self._own[:need].view(torch.bool) if self.prefix else self._own
+            self._own = torch.ones(max(need, min(2 * need, most)), dtype=torch.uint8, device=lengths.device)
+        return self._own, self._own[:need].view(torch.bool) if self.prefix else self._own[:need]

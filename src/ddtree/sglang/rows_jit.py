@@ -6,8 +6,15 @@ import triton.language as tl
 
 NONE = tl.constexpr(1 << 20)  # beyond every row
 
+# Parts of one allocation: where they begin follows the batch, and no batch may wait for a compiler.
+_STAGED = ["bonus", "lengths", "pool"]
+_LAID = ["lengths", "positions", "first_child", "next_sibling"]
+_KEPT = ["lengths", "kept_tokens", "new_lengths", "bonus", "from_slot", "to_slot", "feature"]
 
-@triton.jit(do_not_specialize=["pitch", "state_pitch", "mask_token", "drafted", "width"])
+
+@triton.jit(
+    do_not_specialize=["pitch", "state_pitch", "mask_token", "drafted", "width"], do_not_specialize_on_alignment=_STAGED
+)
 def stage(
     bonus,
     lengths,
@@ -41,7 +48,7 @@ def stage(
     tl.store(tokens + batch * state_pitch, root)
 
 
-@triton.jit(do_not_specialize=["pitch", "row_words", "width"])
+@triton.jit(do_not_specialize=["pitch", "row_words", "width"], do_not_specialize_on_alignment=_LAID)
 def lay(
     parents,
     depths,
@@ -106,7 +113,7 @@ def lay(
             begin += 128
 
 
-@triton.jit(do_not_specialize=["width", "drafted"])
+@triton.jit(do_not_specialize=["width", "drafted"], do_not_specialize_on_alignment=_KEPT)
 def commit(
     path,
     count,

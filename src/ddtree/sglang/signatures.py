@@ -34,6 +34,7 @@ _0_5_17 = Release(
         "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner.get_spec_info": "(self, num_tokens)",
         "speculative.spec_info:create_dummy_verify_input": "(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)",
         "mem_cache.allocation_sizing:get_req_to_token_extra_context_len": "(server_args)",
+        "speculative.spec_utils:spec_need_hidden_states": "(server_args=None)",
         "speculative.spec_utils:spec_prepare_for_decode": "(batch)",
         "speculative.dflash_utils:validate_dflash_request": "(req, enable_overlap)",
         "model_executor.model_runner:ModelRunner._extend_forward_kwargs": "(self, forward_batch, pp_proxy_tensors)",
@@ -75,6 +76,7 @@ _0_5_17 = Release(
         "speculative.dflash_info_v2:DFlashDraftInputV2": (
             "bonus_tokens",
             "reserved_seq_lens_cpu",
+            "reserved_seq_lens_sum",
         ),
         "speculative.eagle_info:EagleVerifyInput": (
             "draft_token",

@@ -45,8 +45,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.group = get_tp_group()
         self.clock = StageClock(self.device, metrics.count_stage if server_args.enable_metrics else None)
         self._head: TopKHead | None = None
-        self._usual = self.options.plan(None, block)
-        self._planned: list[PlanRow] = []
+        self.usual = self.options.plan(None, block)
+        self._shadowed = False  # whether a request of this round verifies a tree beside the chain that it commits
         self._room: Room | None = None
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
@@ -180,7 +180,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     def _accept(self, room: Room, rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
         """The path that is committed; and the tokens that each request's tree would have kept, if any is shadowed."""
         size = len(own)
-        if not any(row.tree and row.chain for row in self._planned):
+        if not self._shadowed:
             return kernels.accept(rows, own, self.depth), None
         state = room.state
         accepted = kernels.accept(rows, own, self.depth, state.member[:size, : self.width])
@@ -208,7 +208,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         if batch.seq_lens_cpu is not None:
             lengths = batch.seq_lens_cpu + extra
         elif draft.reserved_seq_lens_cpu is not None:
-            lengths = draft.reserved_seq_lens_cpu
+            return draft.reserved_seq_lens_cpu, int(draft.reserved_seq_lens_sum)
         else:
             lengths = batch.seq_lens.cpu() + extra
         return lengths, int(lengths.sum())
@@ -221,13 +221,10 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         """The tensors of a round, with the plan of these requests."""
         size = len(batch.seq_lens)
         if self._room is None or len(self._room.index) < size:
-            self._room, self._planned = Room(self, size), []
+            self._room = Room(self, size)
         plans = [self._plan_of(req.sampling_params.custom_params) for req in batch.reqs]
-        if plans != self._planned:
-            self._room.plan.write(plans + [PlanRow()] * (len(self._room.index) - size), self.width)
-            self._room.shadows[:size] = torch.tensor([plan.tree and plan.chain for plan in plans])
-            self._planned = plans
+        self._shadowed = self._room.tell(plans, self.width)
         return self._room
 
     def _plan_of(self, custom: dict[str, Any] | None) -> PlanRow:
-        return self.options.plan(custom, self.block_size) if custom else self._usual
+        return self.options.plan(custom, self.block_size) if custom else self.usual

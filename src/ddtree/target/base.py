@@ -35,10 +35,14 @@ class Target(Protocol):
     def allocate(self, slots: int, length: int) -> KVCache:
         """A zeroed cache for `slots` sequences of `length` positions each, scratch included."""
 
-    def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, cache: KVCache, ids: Tensor, position: Tensor, last: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Append a chunk of one prompt. cache: a view of one sequence; ids: [1, T] int64; position: [1] int64, tokens
         already in the cache.
 
+        last: [1] int64 on a device of the kernels, the chunk's last row; rows behind it are padding, which leaves
+        scratch in the cache. The host reads nothing then, so that a CUDA graph can hold the forward.
         Returns: features [1, T, F] and the last row's logits [1, V].
         """
 

@@ -14,6 +14,7 @@ from ddtree.kernels import AttentionRows, Rounded, locate
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
     DevicePlace,
+    FewRows,
     GatedLinear,
     Heads,
     HostPlace,
@@ -85,6 +86,11 @@ class LlamaTarget:
         with open_weights(folder, dtype, device) as weights:
             return cls(config, spec, weights, invariant)
 
+    def expect_depth(self, depth: int) -> None:
+        """Rows of `verify` will be up to this deep; before the first of them. Where attention keeps a row's bits, they
+        are the same in all targets that expect the same sixteens of depths, and at first depths up to 15."""
+        self._work.deepest = max(self._work.deepest, (depth // 16 + 1) * 16)
+
     def _load_layer(self, index: int, weights: Weights) -> _Layer:
         c, at = self.config, f"model.layers.{index}."
         sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
@@ -127,9 +133,14 @@ class LlamaTarget:
             c.num_layers, slots, length, c.num_kv_heads, c.head_dim, self.spec.dtype, self.spec.device
         )
 
-    def prefill(self, cache: KVCache, ids: Tensor, position: Tensor) -> tuple[Tensor, Tensor]:
+    def prefill(
+        self, cache: KVCache, ids: Tensor, position: Tensor, last: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """See Target.prefill."""
         n = ids.shape[1]
+        if last is not None:
+            hidden, features = self._forward(cache, ids[0], self._padded_place(cache, n, position), last)
+            return features.unsqueeze(0), self.head(hidden)
         causal = torch.ones(1, n, n, dtype=torch.bool, device=ids.device).tril()
         segments = cache.segments(position.tolist(), [n])
         positions = position + torch.arange(n, device=ids.device)
@@ -139,7 +150,7 @@ class LlamaTarget:
             place: Place = PromptPlace(*told, rows=rows, turns=self._turns_of(cache.length))
         else:
             place = HostPlace(*told)
-        hidden, features = self._forward(cache, ids[0], place, last=True)
+        hidden, features = self._forward(cache, ids[0], place, slice(-1, None))
         return features.unsqueeze(0), self.head(hidden)
 
     def verify(self, cache: KVCache, rows: Rows, position: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,6 +182,12 @@ class LlamaTarget:
         few = self.invariant or batch * n <= FEW_ROWS
         return DevicePlace(where, self._turns_of(cache.length), work, few)
 
+    def _padded_place(self, cache: KVCache, n: int, position: Tensor) -> DevicePlace:
+        """One sequence's rows, each behind the one before it."""
+        work = self._work.get(1, n, self.heads, cache)
+        rows = AttentionRows(cache.slot, position, causal=True)
+        return DevicePlace(rows, self._turns_of(cache.length), work, self.invariant or n <= FEW_ROWS)
+
     def _turns_of(self, length: int) -> Tensor:
         """The rotary turns of positions 0 .. length - 1, and maybe of some more."""
         if self._turns is None or len(self._turns) < length:
@@ -191,13 +208,21 @@ class LlamaTarget:
         """See Target.head."""
         return self.lm_head(hidden, few=True)
 
-    def rounded_head(self) -> Callable[[Tensor], Tensor]:
-        """A copy of the head in 8 bits, for drafts. Raises InvalidOption where the device's kernels cannot use it."""
-        return Linear(Rounded.of(self.lm_head.weight))
+    def draft_head(self, vocabulary: Tensor | None = None, rounded: bool = False) -> Callable[[Tensor], Tensor]:
+        """The head that drafts are made with: of these tokens alone ([N] int64; None: all), rounded: in 8 bits.
 
-    def _forward(self, cache: KVCache, ids: Tensor, place: Place, last: bool = False) -> tuple[Tensor, Tensor]:
-        """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the last row alone, where asked), and
-        features [M, F], both in the model's dtype."""
+        Either is a copy. Raises InvalidOption where the device's kernels cannot use 8 bits.
+        """
+        if vocabulary is None:
+            return Linear(Rounded.of(self.lm_head.weight)) if rounded else self.head
+        rows = self.embedding[vocabulary] if self.config.tied else self.lm_head.rows(vocabulary)
+        return Linear(Rounded.of(rows)) if rounded else FewRows(Linear(rows))
+
+    def _forward(
+        self, cache: KVCache, ids: Tensor, place: Place, last: Tensor | slice | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """All layers over rows of ids [M] int64: normed hidden states [M, H] (of the `last` row alone, where one is
+        asked for), and features [M, F], both in the model's dtype."""
         dtype, few = self.spec.dtype, place.few
         x = self.embed(ids).float()  # [M, H], the residual stream
         features = x.new_empty(len(x), len(self.feature_layers) * x.shape[1], dtype=dtype)
@@ -208,11 +233,11 @@ class LlamaTarget:
             assert query is not None
             attended = place.attend(cache, index, query, None, False)
             kept = self._kept(index, features)
-            if last and norm is self.norm and kept is None:  # of a prompt's other rows the cache holds all there is
-                x, attended = x[-1:], attended[-1:]
+            if last is not None and norm is self.norm and kept is None:  # the cache holds all there is of the others
+                x, attended, last = x[last], attended[last], None
             states = layer.out.add_norm(x, attended, layer.mlp_norm, dtype, None, few)
             states = layer.down.add_norm(x, layer.gated(states, few), norm, dtype, kept, few)
-        return states[-1:] if last else states, features
+        return states if last is None else states[last], features
 
     def _kept(self, index: int, features: Tensor) -> Tensor | None:
         """Where the stream after layer `index` is kept, if a drafter asks for it."""

@@ -86,26 +86,31 @@ def _compiled() -> Callable[..., Tensor]:
     return run
 
 
-def flex_works(config: DrafterConfig, device: torch.device, dtype: torch.dtype, length: int, count: int) -> str | None:
+def flex_works(
+    config: DrafterConfig, device: torch.device, dtype: torch.dtype, length: int, count: int, batch: int = 2
+) -> str | None:
     """None where flex attention runs here, forward and backward, and agrees with SDPA; else why not.
 
-    length: T, count: blocks of a sequence, as they will be.
+    length: T, count: blocks of a sequence, batch: sequences, as they will be: it is compiled for just these.
     """
     if device.type != "cuda":
         return f"it is compiled for GPUs, and this is {device}"
     generator = torch.Generator().manual_seed(0)
-    anchors = torch.randint(length, (2, count), generator=generator).to(device)
+    anchors = torch.randint(length, (batch, count), generator=generator).to(device)
     rows, dim = anchors.shape[1] * config.block_size, config.head_dim
     shapes = [(config.num_heads, rows), (config.num_kv_heads, length + rows), (config.num_kv_heads, length + rows)]
-    given = [torch.randn(2, heads, n, dim, generator=generator).to(device, dtype) for heads, n in shapes]
+    given = [torch.randn(batch, heads, n, dim, generator=generator).to(device, dtype) for heads, n in shapes]
     results: list[list[Tensor]] = []
+    compared = min(batch, 2)  # sequences; the plain way takes much memory
     try:
         for flex in (True, False):
-            query, key, value = (tensor.clone().requires_grad_() for tensor in given)
-            blocks = Blocks(config, anchors, length, flex)
-            outs = [blocks.attend(query, key, value, layer) for layer in range(config.num_layers)]
+            some = batch if flex else compared
+            query, key, value = (tensor[:some].clone().requires_grad_() for tensor in given)
+            blocks = Blocks(config, anchors[:some], length, flex)
+            outs = [blocks.attend(query, key, value, layer)[:compared] for layer in range(config.num_layers)]
             torch.stack(outs).float().square().sum().backward()
-            results.append([outs[-1].detach(), *(t.grad for t in (query, key, value) if t.grad is not None)])
+            gradients = [t.grad[:compared] for t in (query, key, value) if t.grad is not None]
+            results.append([outs[-1].detach(), *gradients])
     except Exception as error:  # a compiler fails in many ways, and the other road is open
         return f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
     for ours, theirs in zip(*results, strict=True):

@@ -22,11 +22,18 @@ class Batch:
     anchors: Tensor  # [B, A] int64 positions; 0 where a sequence has fewer
     labels: Tensor  # [B, A, D] int64
     weights: Tensor  # [B, A, D] float32, 0 behind a sequence's end
+    kept: Tensor  # int64, where the flat weights are not 0
 
     def to(self, device: torch.device) -> "Batch":
-        """On a device."""
-        moved = (tensor.to(device) for tensor in (self.roots, self.anchors, self.labels, self.weights))
-        return Batch([s.to(device) for s in self.sequences], self.names, self.length, *moved)
+        """On a device; a GPU copies while the host goes on."""
+        padded = torch.nn.utils.rnn.pad_sequence(self.sequences, batch_first=True)
+        tensors = (padded, self.roots, self.anchors, self.labels, self.weights, self.kept)
+        if device.type == "cuda":
+            tensors = tuple(tensor.pin_memory().to(device, non_blocking=True) for tensor in tensors)  # type: ignore[assignment]
+        else:
+            tensors = tuple(tensor.to(device) for tensor in tensors)  # type: ignore[assignment]
+        sequences = [row[: len(ids)] for row, ids in zip(tensors[0], self.sequences, strict=True)]
+        return Batch(sequences, self.names, self.length, *tensors[1:])
 
     def block_ids(self, block: int, mask: int) -> Tensor:
         """[B, A, b] int64: [root, MASK, ...]."""
@@ -88,7 +95,8 @@ def make(
         at[row, :n], roots[row, :n] = chosen, ids[chosen]
         labels[row, :n] = ids[behind.clamp(max=len(ids) - 1)]
         weighed[row, :n] = weights * (behind < len(ids))
-    return Batch(sequences, names, rounded(longest), roots, at, labels, weighed)
+    kept = weighed.flatten().nonzero().squeeze(1)
+    return Batch(sequences, names, rounded(longest), roots, at, labels, weighed, kept)
 
 
 def _generator(seed: int, number: int, purpose: int) -> torch.Generator:

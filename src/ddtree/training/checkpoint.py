@@ -61,6 +61,12 @@ class Run:
         self.log_path.write_text("".join(f"{line}\n" for line in kept), encoding="utf-8")
 
 
+def weights_of(state: dict[str, Any]) -> dict[str, Any]:
+    """The weights of a checkpoint's drafter: their average, where the fit keeps one."""
+    found: dict[str, Any] = state.get("average") or state["model"]
+    return found
+
+
 def _step(line: str) -> int | None:
     try:
         step: int = json.loads(line)["step"]

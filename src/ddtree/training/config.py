@@ -12,6 +12,7 @@ __all__ = ["DataPart", "DrafterPart", "EvalPart", "FitPart", "TargetPart", "Trai
 
 OBJECTIVES = ("cross_entropy", "kl")
 ATTENTIONS = ("auto", "flex", "sdpa")
+DECODERS = ("auto", "graphs", "plain", "engine")
 PRECISIONS = ("auto", "bfloat16", "float32")
 
 
@@ -31,17 +32,20 @@ class TargetPart:
 class DataPart:
     """[data]: prompts, and how the target answers them."""
 
+    folder: str = ""  # of the shards; "": data/ in the run's own. Several runs may read one
     chats: int = 20000  # rounded up to whole shards
     shard_chats: int = 512  # chats in one file: what a killed run loses at most
     batch: int = 256  # chats that are answered at once
+    decoder: str = "auto"  # graphs: many rows a step, as CUDA graphs; plain: without; engine. auto: graphs on a GPU
     max_length: int = 512  # tokens of prompt and answer together
     max_tokens: int = 384  # of one answer
-    turns: int = 1  # user turns of a chat; those after the first are written by the target
+    turns: int = 1  # user turns of a chat, at most
+    more_turns: float = 1.0  # part of the chats that go on after a turn
     sampled: float = 0.3  # part of the answers that are sampled; the others are greedy
     temperature: float = 0.8  # of sampled answers
     heldout: float = 0.02  # part of the chats that `fit` never trains on
     templates: float = 0.7  # weights of the three sources of prompts
-    own: float = 0.3
+    own: float = 0.3  # those after a chat's first turn come from the first two alone
     files: float = 0.0
     own_temperature: float = 1.0  # at which the target writes prompts and later user turns
     paths: tuple[str, ...] = ()  # JSONL files of prompts, for `files`
@@ -52,7 +56,8 @@ class DataPart:
         for name in ("chats", "shard_chats", "batch", "max_tokens", "turns"):
             at_least(f"data.{name}", getattr(self, name), 1)
         at_least("data.max_length", self.max_length, 16)
-        for name in ("sampled", "heldout"):
+        one_of("data.decoder", self.decoder, DECODERS)
+        for name in ("sampled", "heldout", "more_turns"):
             within(f"data.{name}", getattr(self, name), 0, 1)
         for name in ("templates", "own", "files"):
             within(f"data.{name}", getattr(self, name), 0, 1e9)
@@ -96,6 +101,7 @@ class FitPart:
     """[fit]: loss, optimiser, schedule."""
 
     steps: int = 20000
+    minutes: float = 0.0  # above 0: the rate falls by the clock too, and the fit ends then, or with `steps`
     batch: int = 32  # sequences of a step
     micro_batch: int = 32  # sequences of one forward; gradients of a step's forwards are added up
     anchors: int = 48  # blocks of a sequence
@@ -106,6 +112,7 @@ class FitPart:
     warmup: int = 200
     weight_decay: float = 0.01
     beta2: float = 0.95
+    ema: float = 0.0  # above 0: what is measured and exported is the average of the weights that decays so, as 0.999
     clip: float = 1.0  # norm that gradients are cut to
     precision: str = "auto"  # of products; weights are kept in float32. auto: bfloat16 on a GPU, else float32
     attention: str = "auto"  # flex: only unmasked tiles are computed; sdpa: all of them. auto: flex on a GPU
@@ -124,7 +131,8 @@ class FitPart:
             at_least(f"fit.{name}", getattr(self, name), 1)
         at_least("fit.warmup", self.warmup, 0)
         for name, low, high in (("gamma", 1e-3, 1e9), ("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10),
-                                ("beta2", 0, 0.99999), ("clip", 1e-9, 1e9)):  # fmt: skip
+                                ("beta2", 0, 0.99999), ("ema", 0, 0.999999), ("minutes", 0, 1e6),
+                                ("clip", 1e-9, 1e9)):  # fmt: skip
             within(f"fit.{name}", getattr(self, name), low, high)
         within("fit.feature_cache_gib", self.feature_cache_gib, 0, 1e6)
         one_of("fit.objective", self.objective, OBJECTIVES)
@@ -156,7 +164,7 @@ class EvalPart:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """The whole file. `folder` holds data/, checkpoints and logs."""
+    """The whole file. `folder` holds data/ (unless data.folder is elsewhere), checkpoints and logs."""
 
     folder: str = "training"
     target: TargetPart = field(default_factory=TargetPart)
@@ -168,7 +176,7 @@ class TrainConfig:
     @property
     def data_folder(self) -> Path:
         """Where shards lie."""
-        return Path(self.folder) / "data"
+        return Path(self.data.folder) if self.data.folder else Path(self.folder) / "data"
 
 
 def read(path: Path, overrides: Sequence[str] = ()) -> TrainConfig:

@@ -15,13 +15,14 @@ from ddtree.engine.device import standing_on
 from ddtree.errors import InvalidOption
 from ddtree.layers.fields import read_config
 from ddtree.target import Target
-from ddtree.training.checkpoint import Run
+from ddtree.training.answers import load_engine
+from ddtree.training.checkpoint import Run, weights_of
 from ddtree.training.config import TrainConfig
-from ddtree.training.data import load_engine, need_any
-from ddtree.training.fit import precision
+from ddtree.training.data import need_any
 from ddtree.training.measure import Measures, measure
 from ddtree.training.model import DraftModel
 from ddtree.training.prompts import Prompt, read_prompts
+from ddtree.training.schedule import precision
 from ddtree.training.shards import Chat, read_all
 from ddtree.training.teacher import Teacher, load_target
 
@@ -37,7 +38,7 @@ def load_drafter(config: TrainConfig, drafter: str) -> DraftModel:
         return DraftModel.read(DrafterConfig.read(read_config(folder)), folder)
     state = Run(Path(config.folder)).need(drafter)
     model = DraftModel(DrafterConfig.read(json.loads(state["raw"])))
-    model.load_state_dict(state["model"])
+    model.load_state_dict(weights_of(state))
     return model
 
 
@@ -75,17 +76,24 @@ def _prompts(name: str) -> list[Prompt]:
 
 
 def _answers(config: TrainConfig, prompts: list[Prompt]) -> tuple[Target, list[Chat], int]:
-    """The target, its answers, and how many prompts were too long for eval.max_length."""
-    c = config.eval
+    """The target, its answers to every turn, and how many turns were too long for eval.max_length."""
+    c, chats, skipped = config.eval, list[Chat](), 0
     engine = load_engine(config.target, c.max_length, BATCH)
-    asked = [(p, engine.text.chat([{"role": "user", "content": p.text or ""}])) for p in prompts]
-    fits = [(p, ids) for p, ids in asked if len(ids) + c.max_tokens <= c.max_length]
-    if not fits:
+    talks = [(p, [{"role": "user", "content": p.text or ""}]) for p in prompts]
+    while talks:
+        asked = [(p, talk, engine.text.chat(talk)) for p, talk in talks]
+        fits = [(p, talk, ids) for p, talk, ids in asked if len(ids) + c.max_tokens <= c.max_length]
+        skipped += len(asked) - len(fits)
+        if not fits:
+            break
+        params = [SamplingParams(c.max_tokens, c.temperature, seed=number) for number in range(len(fits))]
+        talks = []
+        for (p, talk, ids), a in zip(fits, engine.generate([ids for _, _, ids in fits], params), strict=True):
+            whole = np.array([*ids, *a.token_ids], np.int32)
+            chats.append(Chat(whole, len(ids), p.kind, not c.temperature, heldout=True))
+            later = p.later[len(talk) // 2 :][:1]
+            talks += [(p, [*talk, {"role": "assistant", "content": a.text}, {"role": "user", "content": text}])
+                      for text in later]  # fmt: skip
+    if not chats:
         raise InvalidOption(f"no prompt fits eval.max_length {c.max_length} with {c.max_tokens} tokens: raise it")
-    params = [SamplingParams(c.max_tokens, c.temperature, seed=number) for number in range(len(fits))]
-    answers = engine.generate([ids for _, ids in fits], params)
-    chats = [
-        Chat(np.array([*ids, *a.token_ids], np.int32), len(ids), p.kind, not c.temperature, heldout=True)
-        for (p, ids), a in zip(fits, answers, strict=True)
-    ]
-    return engine.target, chats, len(prompts) - len(fits)
+    return engine.target, chats, skipped

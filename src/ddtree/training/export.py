@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 
 from ddtree.drafter import DrafterConfig
 from ddtree.errors import InvalidOption
-from ddtree.training.checkpoint import Run
+from ddtree.training.checkpoint import Run, weights_of
 from ddtree.training.config import PRECISIONS, TrainConfig
 from ddtree.training.model import DraftModel
 
@@ -25,7 +25,7 @@ def export(config: TrainConfig, output: Path, which: str = "best", dtype: str = 
         raise InvalidOption(f"{output} is there already: name a new folder", param="output")
     state = Run(Path(config.folder)).need(which)
     raw: dict[str, Any] = json.loads(state["raw"]) | {"dtype": dtype, "torch_dtype": dtype}
-    weights = {name: w.to(getattr(torch, dtype)).contiguous() for name, w in state["model"].items()}
+    weights = {name: w.to(getattr(torch, dtype)).contiguous() for name, w in weights_of(state).items()}
     output.mkdir(parents=True, exist_ok=True)
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")

@@ -1,10 +1,11 @@
 """`ddtree train fit`: the drafter learns to say what the target says, many blocks of a sequence at once."""
 
+import copy
 import json
-import math
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,15 +19,16 @@ from ddtree.target import Target
 from ddtree.training import batches, shape
 from ddtree.training.attention import Blocks, flex_works
 from ddtree.training.checkpoint import Run
-from ddtree.training.config import FitPart, TrainConfig, as_dict
-from ddtree.training.data import need_any
+from ddtree.training.config import TrainConfig, as_dict
+from ddtree.training.data import FREE, need_any
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Measures, measure
-from ddtree.training.model import DraftModel
+from ddtree.training.schedule import ahead, learning_rate, optimizer, precision
 from ddtree.training.shards import Chat, read_all, read_manifest
 from ddtree.training.teacher import Teacher, load_target
 
 KEPT = ("data", "drafter")  # parts that a run keeps from its first step to its last
+FREE_TOO = {("data", name) for name in FREE}  # but for these
 Say = Callable[[str], None]
 
 
@@ -36,15 +38,20 @@ def fit(
     stop_at: int | None = None,
     max_minutes: float | None = None,
     quiet: bool = False,
+    ends_at: float | None = None,
 ) -> dict[str, Any]:
     """Train, or go on where the last checkpoint is.
 
     target: instead of the one that the configuration names. stop_at: end at this step, with a checkpoint; the schedule
-    stays that of fit.steps. max_minutes: the same by the clock. Returns the last line of the log.
+    stays that of fit.steps. max_minutes: the same by the clock. ends_at: seconds as time.time() counts them, in
+    fit.minutes' stead: what comes before the first step is in it then. Returns the last line of the log.
     """
     target = target or load_target(config.target)
     with standing_on(target.spec.device):
         trainer = Trainer(config, target, quiet)
+        if ends_at is not None:
+            minutes = (trainer.seconds + max(ends_at - time.time(), 1.0)) / 60
+            trainer.part = replace(trainer.part, minutes=minutes)
         return trainer.run(stop_at, max_minutes)
 
 
@@ -79,12 +86,13 @@ class Trainer:
             self.raw, folder = json.loads(last["raw"]), None
         model = shape.build(self.raw, folder, spec, self.part.seed)
         self.model = model.to(spec.device)
-        self.optimizer = _optimizer(self.model, self.part, spec.device)
-        self.step, self.best = 0, 0.0
+        self.optimizer = optimizer(self.model, self.part, spec.device)
+        self.step, self.best, self.seconds = 0, 0.0, 0.0
+        self.sound = torch.ones((), dtype=torch.bool, device=spec.device)  # whether every loss so far was a number
         if last is not None:
             self.model.load_state_dict(last["model"])
             self.optimizer.load_state_dict(last["optimizer"])
-            self.step, self.best = last["step"], last["best"]
+            self.step, self.best, self.seconds = last["step"], last["best"], last["seconds"]
         self.precision = precision(self.part.precision, spec.device)
         longest = max(len(chat.ids) for chat in chats)
         self.length = batches.rounded(longest)
@@ -93,6 +101,9 @@ class Trainer:
         self.head = self.teacher.head(self.precision)
         if last is None and folder is None:
             shape.calm(self.model, self.head)
+        self.average = copy.deepcopy(self.model).requires_grad_(False) if self.part.ema else None
+        if self.average is not None and last is not None and last["average"] is not None:
+            self.average.load_state_dict(last["average"])
         self.flex = self._choose_attention(spec.device)
         self.by_depth = depth_weights(self.model.config.depths, self.part.gamma)
 
@@ -101,7 +112,7 @@ class Trainer:
         for name in KEPT:
             now = as_dict(getattr(self.config, name))
             for field, value in now.items():
-                if before[name].get(field) != value and (name, field) not in {("data", "chats"), ("data", "batch")}:
+                if before[name].get(field) != value and (name, field) not in FREE_TOO:
                     raise InvalidOption(
                         f"{name}.{field} is {value!r}, and {self.run_files.folder} was begun with"
                         f" {before[name].get(field)!r}: set it back, or choose another folder"
@@ -110,7 +121,8 @@ class Trainer:
     def _choose_attention(self, device: torch.device) -> bool:
         if self.part.attention == "sdpa":
             return False
-        why_not = flex_works(self.model.config, device, self.precision, self.length, self.part.anchors)
+        why_not = flex_works(self.model.config, device, self.precision, self.length, self.part.anchors,
+                             self.part.micro_batch)  # fmt: skip
         if why_not is None:
             return True
         if self.part.attention == "flex":
@@ -126,39 +138,73 @@ class Trainer:
 
     def run(self, stop_at: int | None = None, max_minutes: float | None = None) -> dict[str, Any]:
         """To the end of the schedule, or to where it is told to stop."""
-        began, p = time.monotonic(), self.part
+        began, before, p = time.monotonic(), self.seconds, self.part
         end = p.steps if stop_at is None else min(stop_at, p.steps)
         self.run_files.cut_log(self.step)
         line: dict[str, Any] = {"step": self.step, "steps": p.steps}
-        with tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar:
-            while self.step < end:
-                line = self._one_step()
-                late = max_minutes is not None and time.monotonic() - began > max_minutes * 60
+        with (
+            tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar,
+            ahead(self.teacher.device) as maker,
+        ):
+            ready = maker.submit(self._parts, self.step)
+            late = self._over()
+            while self.step < end and not late:
+                parts = ready.result()
+                ready = maker.submit(self._parts, self.step + 1)
+                loss, norm, rate = self._one_step(parts)
+                now = time.monotonic() - began
+                self.seconds = before + now
+                late = self._over() or (max_minutes is not None and now > max_minutes * 60)
                 last = self.step == end or late
-                if self.step % p.eval_every == 0 or last:
-                    line |= self._measure()
-                    self._say(f"step {self.step}: " + ", ".join(f"{k} {v:.3f}" for k, v in line.items() if k != "step"))
-                line |= {"seconds": time.monotonic() - began, "attention": "flex" if self.flex else "sdpa"}
-                if self.step % p.log_every == 0 or last or "chain" in line:
-                    self.run_files.log(line)
-                if self.step % p.checkpoint_every == 0 or last:
-                    self.run_files.save("last", self._state())
+                measured = self.step % p.eval_every == 0 or last
+                if measured or self.step % p.log_every == 0 or self.step % p.checkpoint_every == 0:
+                    self._check_sound()
+                    line = {"step": self.step, "loss": float(loss), "lr": rate, "norm": float(norm)}
+                    line |= self._measure() if measured else {}
+                    line |= {"seconds": time.monotonic() - began, "attention": "flex" if self.flex else "sdpa"}
+                    self._write(line, measured, last)
+                    shown = {k: f"{line[k]:.3f}" for k in ("loss", "chain", "tree@16") if k in line}
+                    bar.set_postfix(shown | ({"best": f"{self.best:.3f}"} if self.best else {}))
                 bar.update(1)
-                shown = {k: f"{line[k]:.3f}" for k in ("loss", "chain", "tree@16") if k in line}
-                bar.set_postfix(shown | ({"best": f"{self.best:.3f}"} if self.best else {}))
-                if late:
-                    break
         return line
 
-    def _one_step(self) -> dict[str, Any]:
+    def _over(self) -> bool:
+        """Whether the schedule's time is up."""
+        return 0 < self.part.minutes * 60 <= self.seconds
+
+    def _write(self, line: dict[str, Any], measured: bool, last: bool) -> None:
+        """A line of the log, to standard error where something was measured, and a checkpoint where one is due."""
         p = self.part
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate(p, self.step)
-        order, parts = batches.order(len(self.chats), self.step, p.batch, p.seed), []
+        if measured:
+            told = {k: v for k, v in line.items() if k not in ("step", "attention")}
+            self._say(f"step {self.step}: " + ", ".join(f"{k} {v:.3g}" for k, v in told.items()))
+        if self.step % p.log_every == 0 or measured:
+            self.run_files.log(line)
+        if self.step % p.checkpoint_every == 0 or last:
+            self.run_files.save("last", self._state())
+
+    def _check_sound(self) -> None:
+        if not bool(self.sound):
+            raise InvalidOption(
+                f"the loss or its gradient is no number at step {self.step} or shortly before: lower fit.lr and run"
+                " again; the last checkpoint is sound"
+            )
+
+    def _parts(self, step: int) -> list[batches.Batch]:
+        """What step `step` (from 0) trains on."""
+        p = self.part
+        order, parts = batches.order(len(self.chats), step, p.batch, p.seed), []
         for first in range(0, p.batch, p.micro_batch):
             names = order[first : first + p.micro_batch]
-            chats, number = [self.chats[name] for name in names], self.step * p.batch + first
+            chats, number = [self.chats[name] for name in names], step * p.batch + first
             parts.append(batches.make(chats, self.by_depth, p.anchors, p.seed, number, names))
+        return parts
+
+    def _one_step(self, parts: list[batches.Batch]) -> tuple[Tensor, Tensor, float]:
+        """Loss and norm of the gradient, on the device (the host does not wait for them), and the rate."""
+        p, rate = self.part, learning_rate(self.part, self.step, self.seconds)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
         weight = sum(float(part.weights.sum()) for part in parts)
         self.model.train()
         self.optimizer.zero_grad(set_to_none=True)
@@ -168,15 +214,14 @@ class Trainer:
             loss.backward()
             total += loss.detach()
         norm = nn.utils.clip_grad_norm_(self.model.parameters(), p.clip)
-        value = float(total)
-        if not math.isfinite(value) or not math.isfinite(float(norm)):
-            raise InvalidOption(
-                f"the loss is {value} and its gradient {float(norm)} at step {self.step + 1}: lower fit.lr and run"
-                " again; the last checkpoint is sound"
-            )
+        self.sound &= total.isfinite() & norm.isfinite()
         self.optimizer.step()
         self.step += 1
-        return {"step": self.step, "loss": value, "lr": self.optimizer.param_groups[0]["lr"], "norm": float(norm)}
+        if self.average is not None:
+            decay = min(p.ema, (1 + self.step) / (10 + self.step))
+            with torch.no_grad():
+                torch._foreach_lerp_(list(self.average.parameters()), list(self.model.parameters()), 1 - decay)
+        return total, norm, rate
 
     def loss(self, batch: batches.Batch) -> Tensor:
         """The sum of a batch's weighted losses."""
@@ -191,36 +236,32 @@ class Trainer:
             said = None if hidden is None else _said(hidden, batch)
             return weighted_loss(
                 self.model, drafted.flatten(0, 2), batch.labels.flatten(), batch.weights.flatten(), self.head, said,
-                self.part.loss_rows,
+                self.part.loss_rows, batch.kept,
             )  # fmt: skip
 
     def _measure(self) -> dict[str, float]:
         """Acceptance lengths on held-out chats; the best chain so far is kept."""
-        found = Measures(self.model.config.depths, (16,))
-        measure(self.model, self.teacher, self.head, self.heldout, found, top_k=16, anchors=64)
+        found, model = Measures(self.model.config.depths, (16,)), self.average or self.model
+        measure(model, self.teacher, self.head, self.heldout, found, top_k=16, anchors=64)
         lengths = found.acceptance()
         if lengths["chain"] > self.best:
             self.best = lengths["chain"]
-            self.run_files.save("best", self._state() | {"optimizer": None})
+            self.run_files.save(
+                "best", self._state() | {"model": model.state_dict(), "average": None, "optimizer": None}
+            )
         return lengths
 
     def _state(self) -> dict[str, Any]:
         return {
             "step": self.step,
             "best": self.best,
+            "seconds": self.seconds,
+            "average": None if self.average is None else self.average.state_dict(),
             "model": self.model.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "raw": json.dumps(self.raw),
             "config": json.dumps({name: as_dict(getattr(self.config, name)) for name in (*KEPT, "target", "fit")}),
         }
-
-
-def learning_rate(part: FitPart, step: int) -> float:
-    """Of step `step` (from 0): linear warm-up, then a cosine from lr to lr * final_lr."""
-    if step < part.warmup:
-        return part.lr * (step + 1) / part.warmup
-    done = min(1.0, (step - part.warmup) / max(1, part.steps - part.warmup))
-    return part.lr * (part.final_lr + (1 - part.final_lr) * 0.5 * (1 + math.cos(math.pi * done)))
 
 
 def _said(hidden: Tensor, batch: batches.Batch) -> Tensor:
@@ -229,19 +270,3 @@ def _said(hidden: Tensor, batch: batches.Batch) -> Tensor:
     before = batch.anchors.unsqueeze(2) + torch.arange(depths, device=hidden.device)
     before = before.clamp(max=hidden.shape[1] - 1).flatten(1)
     return torch.cat([rows[at] for rows, at in zip(hidden, before, strict=True)])
-
-
-def _optimizer(model: DraftModel, part: FitPart, device: torch.device) -> torch.optim.AdamW:
-    """Matrices decay, norms and biases do not."""
-    matrices = [p for p in model.parameters() if p.dim() > 1]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [{"params": matrices, "weight_decay": part.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
-    return torch.optim.AdamW(groups, lr=part.lr, betas=(0.9, part.beta2), fused=device.type == "cuda")
-
-
-def precision(name: str, device: torch.device) -> torch.dtype:
-    """Of products: auto is bfloat16 on a GPU, else float32."""
-    if name == "auto":
-        return torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype: torch.dtype = getattr(torch, name)
-    return dtype

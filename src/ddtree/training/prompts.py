@@ -16,7 +16,7 @@ from ddtree.errors import DamagedFile, ModelNotFound
 from ddtree.training.config import DataPart
 
 OWN = "own"
-_SLOT = re.compile(r"\{(\w+)(?::(\d+)-(\d+))?\}")
+_SLOT = re.compile(r"\{(\w+)(?::(\d+)-(\d+)|(@))?\}")
 _RUN = 12  # words in a row that no prompt may share with an evaluation prompt
 
 
@@ -26,31 +26,47 @@ class Prompt:
 
     kind: str
     text: str | None
+    later: tuple[str, ...] = ()  # user messages after it
 
 
 @cache
 def templates() -> dict[str, Any]:
-    """The tables `kinds` and `slots` of templates.toml."""
+    """The tables `weights`, `kinds`, `followups`, `starts` and `slots` of templates.toml."""
     return tomllib.loads(files("ddtree.training").joinpath("templates.toml").read_text(encoding="utf-8"))
 
 
+def a_followup(draw: random.Random) -> str:
+    """What a user says after an answer, whatever it was."""
+    return _fill(draw.choice(templates()["followups"]["texts"]), draw)
+
+
 def from_template(draw: random.Random) -> Prompt:
-    """A prompt of a kind drawn evenly."""
+    """A prompt of a kind drawn by the kinds' weights."""
     table = templates()
-    kind = draw.choice(sorted(table["kinds"]))
-    return Prompt(kind, _fill(draw.choice(table["kinds"][kind]), draw, table["slots"]).strip())
+    kinds = sorted(table["kinds"])
+    (kind,) = draw.choices(kinds, [table["weights"].get(name, 1) for name in kinds])
+    return Prompt(kind, _fill(draw.choice(table["kinds"][kind]), draw).strip(" "))
 
 
-def _fill(text: str, draw: random.Random, slots: dict[str, list[str]]) -> str:
+def _fill(text: str, draw: random.Random) -> str:
+    slots, last = templates()["slots"], dict[str, str]()
+
+    def filled(part: str) -> str:
+        return _SLOT.sub(value, part)
+
     def value(found: re.Match[str]) -> str:
-        name, low, high = found.groups()
-        return str(draw.randint(int(low), int(high))) if low else _fill(draw.choice(slots[name]), draw, slots)
+        name, low, high, again = found.groups()
+        if low:
+            return str(draw.randint(int(low), int(high)))
+        if not again:
+            last[name] = filled(draw.choice(slots[name]))
+        return last[name]
 
-    return _SLOT.sub(value, text)
+    return filled(text)
 
 
 def read_prompts(path: str) -> list[Prompt]:
-    """A JSONL file: each line an object with `prompt`, or with `turns` or `messages`, whose first user text is taken.
+    """A JSONL file: each line an object with `prompt`, or with `turns` or `messages`, whose user texts are taken.
 
     `kind` or `category` names its kind, else the file does. Raises ModelNotFound or DamagedFile, naming the line.
     """
@@ -62,23 +78,23 @@ def read_prompts(path: str) -> list[Prompt]:
             continue
         try:
             raw = json.loads(line)
-            text = raw["prompt"] if "prompt" in raw else _first(raw)
-        except (ValueError, LookupError, TypeError, StopIteration) as error:
+            text, *later = [raw["prompt"]] if "prompt" in raw else _users(raw)
+        except (ValueError, LookupError, TypeError) as error:
             raise DamagedFile(
                 f'{path}, line {number}: give an object with "prompt", "turns" or "messages", as text'
             ) from error
-        if not isinstance(text, str) or not text.strip():
+        if not all(isinstance(said, str) and said.strip() for said in (text, *later)):
             raise DamagedFile(f"{path}, line {number}: the prompt must be text that is not empty")
-        found.append(Prompt(str(raw.get("kind") or raw.get("category") or kind), text))
+        found.append(Prompt(str(raw.get("kind") or raw.get("category") or kind), text, tuple(later)))
     if not found:
         raise DamagedFile(f"{path} holds no prompt: give one JSON object a line")
     return found
 
 
-def _first(raw: dict[str, Any]) -> Any:
+def _users(raw: dict[str, Any]) -> list[Any]:
     if "turns" in raw:
-        return raw["turns"][0]
-    return next(m["content"] for m in raw["messages"] if m["role"] == "user")
+        return list(raw["turns"])
+    return [m["content"] for m in raw["messages"] if m["role"] == "user"]
 
 
 class Banned:
@@ -92,7 +108,7 @@ class Banned:
     @classmethod
     def of(cls, config: DataPart) -> "Banned":
         """The bench suite's prompts, and those of the files in `exclude`."""
-        others = [p.text or "" for path in config.exclude for p in read_prompts(path)]
+        others = [text for path in config.exclude for p in read_prompts(path) for text in (p.text or "", *p.later)]
         return cls([p.prompt for p in load_prompts()] + others)
 
     def __contains__(self, text: str) -> bool:
@@ -129,6 +145,18 @@ class Source:
             return Prompt(OWN, None)
         prompt = from_template(draw) if source == "templates" else self._lines[number % len(self._lines)]
         return prompt if self.allows(prompt.text or "") else None
+
+    def start(self, number: int) -> str:
+        """How the target's own first message of a chat begins: often not at all."""
+        return random.Random(f"{self._config.seed}:{number}:start").choice(templates()["starts"]["texts"])
+
+    def followup(self, number: int, turn: int) -> str | None:
+        """The user's message of a later turn; None: the target writes it."""
+        c, draw = self._config, random.Random(f"{self._config.seed}:{number}:{turn}:followup")
+        if not draw.random() * (c.templates + c.own) < c.templates:
+            return None
+        text = a_followup(draw)
+        return text if self.allows(text) else None
 
     def allows(self, text: str) -> bool:
         """Whether it may be trained on."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -87,7 +88,10 @@ def choose_mask(raw: dict[str, Any], chats: Iterable[Chat], special: Iterable[in
     """Put the mask token in where it is -1: a special token that no chat has, else the highest id that none has."""
     if raw["dflash_config"]["mask_token_id"] >= 0:
         return
-    used = {int(i) for chat in chats for i in set(chat.ids.tolist())} | set(spec.end_ids)
+    seen = np.zeros(spec.vocab_size, bool)
+    for chat in chats:
+        seen[chat.ids] = True
+    used = {*np.flatnonzero(seen).tolist(), *spec.end_ids}
     free = [i for i in special if i not in used and i < spec.vocab_size]
     free = free or [i for i in range(spec.vocab_size - 1, -1, -1) if i not in used][:1]
     if not free:

@@ -45,7 +45,7 @@ def write_shard(path: Path, sequences: Sequence[Chat], kinds: Sequence[str]) -> 
         "greedy": np.array([s.greedy for s in sequences], np.uint8),
         "heldout": np.array([s.heldout for s in sequences], np.uint8),
     }
-    part = path.with_suffix(".part")
+    part = _part(path)
     save_file(tensors, part)
     os.replace(part, path)
 
@@ -75,7 +75,7 @@ def write_manifest(folder: Path, facts: dict[str, Any]) -> None:
                     " folder, or set it back"
                 )
         return
-    part = path.with_suffix(".part")
+    part = _part(path)
     part.write_text(json.dumps(facts, indent=1), encoding="utf-8")
     os.replace(part, path)
 
@@ -97,8 +97,18 @@ def shard_path(folder: Path, number: int) -> Path:
     return folder / f"shard-{number:05d}.safetensors"
 
 
+def _part(path: Path) -> Path:
+    """What a file is called until it is whole; several processes may write into one folder."""
+    return path.with_suffix(f".{os.getpid()}.part")
+
+
+def shard_paths(folder: Path) -> list[Path]:
+    """Those that are there, by number."""
+    return sorted(folder.glob("shard-*.safetensors"))
+
+
 def read_all(folder: Path) -> Iterator[Chat]:
     """Every sequence, in the shards' order."""
     kinds = read_manifest(folder)["kinds"]
-    for path in sorted(folder.glob("shard-*.safetensors")):
+    for path in shard_paths(folder):
         yield from read_shard(path, kinds)

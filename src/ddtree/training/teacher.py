@@ -16,6 +16,7 @@ from ddtree.training.config import TargetPart
 from ddtree.training.whole import whole
 
 Found = tuple[Tensor, Tensor | None]  # features [n, F], and normed hidden states [n, H] where they are wanted
+_ROWS = 1 << 15  # rows of one forward, below the 65,535 that a launch takes in its second dimension
 _HEAD_ROWS = 16  # rows that a head is asked for at once: few enough for every kernel
 
 
@@ -95,12 +96,17 @@ class Teacher:
         if not sequences:
             return []
         if self.batched:
-            longest = max(len(ids) for ids in sequences)
-            ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids in sequences])
-            hidden, features = whole(cast(LlamaTarget, self.target), ids)
-            rows = [(features[row, : len(ids)], hidden[row, : len(ids)]) for row, ids in enumerate(sequences)]
-            return [(found[:, : self._size], normed if self._norm is not None else None) for found, normed in rows]
+            some = max(1, _ROWS // max(len(ids) for ids in sequences))
+            parts = [sequences[first : first + some] for first in range(0, len(sequences), some)]
+            return [found for part in parts for found in self._of_many(part)]
         return [self._of_one(ids) for ids in sequences]
+
+    def _of_many(self, sequences: Sequence[Tensor]) -> list[Found]:
+        longest = max(len(ids) for ids in sequences)
+        ids = torch.stack([F.pad(ids, (0, longest - len(ids))) for ids in sequences])
+        hidden, features = whole(cast(LlamaTarget, self.target), ids)
+        rows = [(features[row, : len(ids)], hidden[row, : len(ids)]) for row, ids in enumerate(sequences)]
+        return [(found[:, : self._size], normed if self._norm is not None else None) for found, normed in rows]
 
     @torch.inference_mode()
     def _of_one(self, ids: Tensor) -> Found:
@@ -113,8 +119,8 @@ class Teacher:
     def embed(self, ids: Tensor) -> Tensor:
         """ids [...] -> float32 [..., H]."""
         with torch.inference_mode():
-            found = self.target.embed(ids)
-        return found.float().clone() if found.dtype is not torch.float32 else found.clone()
+            parts = [self.target.embed(part) for part in ids.flatten().split(_ROWS)]
+        return torch.cat([part.float() for part in parts]).clone().unflatten(0, ids.shape)
 
     def head(self, dtype: torch.dtype) -> Tensor:
         """The head as a matrix [V, H]: what it answers to unit vectors. Exact, since each sum has one term."""

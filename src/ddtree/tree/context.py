@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import exp, inf, log, log1p
+from math import exp, inf, log
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -69,7 +69,7 @@ class Guesses:
         rank = row.index(token) if token in row else len(row)
         # Rounding must not lift a score above 0: a child would outscore its parent.
         hit = min(float(np.float32(log(c + (1 - c) * self.share(len(path), rank)))), 0.0)
-        return Guess(token, rank, hit, float(np.float32(log1p(-c))))
+        return Guess(token, rank, hit, float(np.float32(log(1 - c))))
 
     def share(self, depth: int, rank: int) -> float:
         """The drafter's probability of a depth's candidate; 0 where it is missing, or none."""

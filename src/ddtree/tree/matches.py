@@ -17,11 +17,16 @@ _LENGTHS = (1, 2, 3, 4, 5, 6, 8, 12, 16, 24, 32)
 _START = (0.15, 0.35, 0.50, 0.60, 0.65, 0.70, 0.75, 0.80, 0.85, 0.85, 0.90)
 _WEIGHT = 8  # ... which counts as so many tokens seen
 _LEAST, _MOST = 0.01, 0.99
-_LEVEL = [bisect_right(_LENGTHS, length) - 1 for length in range(LONGEST + 1)]
+LEVELS = tuple(bisect_right(_LENGTHS, length) - 1 for length in range(LONGEST + 1))  # by length; -1: no match
 _SMALLEST = 1024  # places of a table
 _WORD = (1 << 64) - 1
 # Odd numbers without a pattern: the hash of an n-gram is the sum of its tokens (from the last) times these.
-_FACTORS = tuple(bits | 1 for bits in map(Random(ORDERS).getrandbits, [64] * ORDERS))
+FACTORS = tuple(bits | 1 for bits in map(Random(ORDERS).getrandbits, [64] * ORDERS))
+
+
+def places_for(tokens: int) -> int:
+    """Places of one order's table for a text of so many tokens: a power of two. A hash's highest bits are its place."""
+    return max(_SMALLEST, 1 << (2 * tokens).bit_length())
 
 
 class Confidence:
@@ -36,13 +41,25 @@ class Confidence:
         self._seen = [float(_WEIGHT)] * len(_START)
         self._levels = list(_START)
 
+    @property
+    def state(self) -> tuple[list[float], list[float], list[float]]:
+        """Hits, tokens seen and confidence of every level: copies, all that there is to know of it."""
+        return list(self._hits), list(self._seen), list(self._levels)
+
+    @classmethod
+    def of(cls, state: Sequence[Sequence[float]]) -> "Confidence":
+        """As another one's `state` had it."""
+        made = cls()
+        made._hits, made._seen, made._levels = map(list, state)
+        return made
+
     def __call__(self, length: int) -> float:
         """For a match of `length` tokens, at least 1."""
-        return self._levels[_LEVEL[min(length, LONGEST)]]
+        return self._levels[LEVELS[min(length, LONGEST)]]
 
     def learn(self, length: int, right: bool, share: float = 0.0) -> None:
         """A match of `length` tokens was right or wrong about the token that came. share: the guess's own q."""
-        level = _LEVEL[min(length, LONGEST)]
+        level = LEVELS[min(length, LONGEST)]
         c = self._levels[level]
         self._hits[level] += c / (c + (1 - c) * share) if right else 0.0
         self._seen[level] += 1
@@ -55,11 +72,17 @@ class TextIndex:
     One table per order holds for the n-gram of a hash the position behind its latest occurrence. A younger n-gram may
     take the place of an older one; a match is compared token by token, so it may be a shorter one then, never a wrong
     one. A token costs a few microseconds, a prompt some tenths of one for each of its tokens; the tables take 48 to 96
-    bytes a token. What it finds depends on the tokens alone.
+    bytes a token, or of `room`, where that is more. What it finds depends on the tokens and on `room` alone;
+    `ddtree.kernels.context` keeps the same tables on a GPU.
     """
 
-    def __init__(self, prompt: Sequence[int]) -> None:
-        self.confidence = Confidence()
+    def __init__(self, prompt: Sequence[int], room: int = 0, confidence: Confidence | None = None) -> None:
+        """room: tokens that the tables are made for from the beginning; they grow where more come.
+
+        confidence: how far matches are believed to begin with; None: as the table has it.
+        """
+        self.confidence = confidence or Confidence()
+        self._room = room
         self._text = array("i", prompt)
         self._lay_tables()
 
@@ -117,7 +140,7 @@ class TextIndex:
     def _hash(self, tail: Sequence[int]) -> list[int]:
         """Places of the n-grams that end a text, by their order."""
         places, sum_ = [], 0
-        for token, factor in zip(reversed(tail), _FACTORS, strict=False):
+        for token, factor in zip(reversed(tail), FACTORS, strict=False):
             sum_ = (sum_ + (token + 1) * factor) & _WORD
             places.append(sum_ >> self._shift)
         return places
@@ -131,12 +154,12 @@ class TextIndex:
 
     def _lay_tables(self) -> None:
         """Tables with room for twice the text, filled with all of it at once."""
-        size = max(_SMALLEST, 1 << (2 * len(self._text)).bit_length())
+        size = places_for(max(len(self._text), self._room))
         self._shift = 65 - size.bit_length()
         self._tables = [array("i", bytes(4 * size)) for _ in range(ORDERS)]
         text = np.array(self._text, dtype=np.uint64) + np.uint64(1)
         sums = np.zeros_like(text)
-        for order, (table, factor) in enumerate(zip(self._tables, _FACTORS, strict=True), start=1):
+        for order, (table, factor) in enumerate(zip(self._tables, FACTORS, strict=True), start=1):
             sums[order - 1 :] += text[: max(len(text) - order + 1, 0)] * np.uint64(factor)
             ends = np.arange(order - 1, len(text) - 1)  # the text's last n-gram has nothing behind it yet
             # Of several values for one place numpy keeps the last: the latest occurrence.

@@ -14,22 +14,23 @@ class Proposal:
     """The candidates of one round. Depth d (from 0) proposes the token at root position + d + 1."""
 
     tokens: Tensor  # [B, D, K] int64, best first
-    log_q: Tensor  # [B, D, K] float32, natural log of the marginal, normalised over the whole vocabulary, at most 0
+    log_q: Tensor  # [B, D, K] float32, natural log of the marginal, normalised over the draft vocabulary, at most 0
 
 
-def top_k(logits: Tensor, k: int) -> Proposal:
+def top_k(logits: Tensor, k: int, vocabulary: Tensor | None = None) -> Proposal:
     """Keep the `k` best tokens of every depth with their log-probabilities.
 
     Args:
         logits: [B, D, V], any float dtype.
         k: ranks to keep; fewer are kept where the vocabulary is smaller.
+        vocabulary: [V] int64, the tokens that the columns stand for; None: their own numbers.
     Source: DDTree (arXiv 2604.12989), section on tree construction: the top min(B, V) tokens per depth suffice.
     """
     values, tokens = largest(logits, min(k, logits.shape[-1]))
     norm = logits.float().logsumexp(-1, keepdim=True)  # [B, D, 1]
     # Rounding may lift a near-certain token above probability 1; a child would then outscore its parent.
     log_q = (values.float() - norm).clamp_(max=0.0)
-    return Proposal(tokens=tokens, log_q=log_q)
+    return Proposal(tokens=tokens if vocabulary is None else vocabulary[tokens], log_q=log_q)
 
 
 def best(logits: Tensor) -> Tensor:

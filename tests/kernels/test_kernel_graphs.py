@@ -1,0 +1,259 @@
+"""Rounds that the host has a part in, as two graphs: the tokens of the host's rounds and of single launches, no other
+way taken in silence. Without a card the graphs are fakes (graph_fakes.py) and the kernels run in Triton's interpreter.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from ddtree.config import EngineConfig, Grammar, SamplingParams, Speculation
+from ddtree.drafter import DFlashDrafter
+from ddtree.engine import Engine, RoundRecord, Text
+from ddtree.engine.following import GrammarMatcher
+from ddtree.engine.observer import Unobserved
+from ddtree.engine.prompts import Prompts
+from ddtree.engine.runner import DeviceRunner
+from ddtree.kernels import backend
+from ddtree.target import LlamaTarget
+from dflash_reference import BASE, change, random_tensors, save_checkpoint
+from graph_fakes import fake_graphs
+from llama_oracle import random_llama
+from scripted import ScriptedDrafter, ScriptedTarget
+from scripted_text import END, FIRST_PIECE, byte_text
+
+VOCAB = FIRST_PIECE + 3  # more than the tokenizer has, and no multiple of 32
+TREE, LINEAR, SHADOW = Speculation("tree", 7, 3), Speculation("linear"), Speculation("shadow-linear", 6, 4)
+WORDS, JSON = Grammar("regex", "[ -~]{4,}"), Grammar("json_object")
+CONFIG = {"speculation": TREE, "max_running_requests": 2, "max_tree_budget": 8, "max_model_len": 40}
+Lane = tuple[Speculation, SamplingParams]
+Make = Callable[..., Engine]
+GRAMMAR: Lane = (TREE, SamplingParams(max_tokens=7, seed=1, grammar=WORDS))
+PLAIN: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, seed=2, ignore_eos=True))
+TOLD: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=3, grammar=WORDS, presence_penalty=1))
+SAMPLED: Lane = (LINEAR, SamplingParams(max_tokens=7, temperature=1.3, seed=4, grammar=WORDS))
+SHADOWED: Lane = (SHADOW, SamplingParams(max_tokens=5, temperature=0.7, seed=5, grammar=WORDS, logprobs=1))
+OWN_TEXT: Lane = (replace(TREE, tree_context="mix"), GRAMMAR[1])
+ALONE: Lane = (Speculation("ar"), SamplingParams(max_tokens=3, seed=6, grammar=JSON))
+# Only where they run in the interpreter.
+LONG = [] if torch.cuda.is_available() else [pytest.mark.full]
+
+
+def only_long(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test with LONG."""
+    for mark in LONG:
+        test = mark(test)
+    return test
+
+
+MIXES = [
+    pytest.param([GRAMMAR, PLAIN], id="beside plain"),
+    pytest.param([GRAMMAR, TOLD, PLAIN], id="a filter", marks=LONG),
+    pytest.param([SAMPLED, SHADOWED, ALONE, GRAMMAR], id="all modes", marks=LONG),
+    pytest.param([OWN_TEXT, TOLD], id="its own text", marks=LONG),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Text]:
+    target, drafter = tmp_path_factory.mktemp("target"), tmp_path_factory.mktemp("drafter")
+    model = random_llama(
+        vocab_size=VOCAB, hidden_size=32, num_hidden_layers=2, head_dim=16, max_position_embeddings=64, eos_token_id=END
+    )
+    model.save_pretrained(target)
+    changes = {"vocab_size": VOCAB, "num_hidden_layers": 1, "num_target_layers": 2, "block_size": 5}
+    raw = change(BASE, {**changes, "dflash_config": {"target_layer_ids": [0, 1]}})
+    return target, save_checkpoint(drafter, raw, random_tensors(raw)), byte_text(tmp_path_factory.mktemp("text"))
+
+
+class Records(Unobserved):
+    """Keeps what rounds tell of themselves."""
+
+    def __init__(self) -> None:
+        self.found: list[RoundRecord] = []
+
+    def round(self, record: RoundRecord) -> None:
+        self.found.append(record)
+
+    @property
+    def ways(self) -> set[str]:
+        return {record.ran for record in self.found}
+
+
+@pytest.fixture
+def loaded(folders, device) -> Make:
+    """Makes engines of random models, where `device` is."""
+
+    def load(**config) -> Engine:
+        target = LlamaTarget.load(folders[0], torch.float32, device)
+        sizes = (target.spec.vocab_size, target.spec.hidden_size, target.spec.num_layers)
+        drafter = DFlashDrafter.load(folders[1], target.embed, target.head, sizes, torch.float32, device)
+        return Engine(target, drafter, folders[2], EngineConfig(**CONFIG | config))
+
+    return load
+
+
+@pytest.fixture
+def scripted(folders, monkeypatch) -> Make:
+    """Makes engines whose models are functions of the history: so the interpreter has the round's kernels alone."""
+
+    def says(seen: Sequence[int]) -> list[float]:
+        draw = torch.Generator().manual_seed(sum(seen[-3:]) % 97)
+        return (4 * torch.rand(VOCAB, generator=draw)).tolist()
+
+    def drafts(seen: tuple[int, ...]) -> list[list[float]]:
+        rows = []
+        for _ in range(4):
+            rows.append([value if 32 <= token < 127 else 0.0 for token, value in enumerate(says(seen))])
+            seen = (*seen, max(range(VOCAB), key=rows[-1].__getitem__))
+        return rows
+
+    # Scripted models have no padded prompts.
+    monkeypatch.setattr("ddtree.engine.engine.DevicePrompts", lambda *parts: Prompts(*parts[:3]))
+
+    def load(**config) -> Engine:
+        target = ScriptedTarget(says, VOCAB, (END,))
+        return Engine(target, ScriptedDrafter(drafts, 5), folders[2], EngineConfig(**CONFIG | config))  # type: ignore[arg-type]
+
+    return load
+
+
+@pytest.fixture
+def either(request) -> Make:
+    """Loaded models where there is a card, else scripted ones."""
+    return request.getfixturevalue("loaded" if torch.cuda.is_available() else "scripted")
+
+
+def answers(engine: Engine, lanes: Sequence[Lane], stop_after: int | None = None) -> tuple[list[tuple], Records]:
+    """Everything that is to be the same, by lane. stop_after: steps until the first one is given up."""
+    requests = [engine.scheduler.add([5, 9, 2 + i], params, spec) for i, (spec, params) in enumerate(lanes)]
+    records = engine.scheduler.observer = Records()
+    finished, steps = {}, 0
+    while engine.scheduler.has_work:
+        steps += 1
+        if steps == stop_after:
+            engine.scheduler.abort(requests[0])
+        for request, chunk in engine.scheduler.step():
+            assert chunk.error is None
+            if chunk.generation:
+                finished[request] = chunk.generation
+    return [
+        (g.token_ids, g.rounds, g.speculative, g.shadow, g.finish_reason, [e.token_id for e in g.logprobs])
+        for g in (finished[request] for request in requests if request in finished)
+    ], records
+
+
+@contextmanager
+def graphs(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str] | None]:
+    """Rounds run on the device as graphs, real ones where there is a card. Any other way fails."""
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    monkeypatch.setattr("ddtree.engine.runner.run_round", lambda batch: pytest.fail("a round was launched one by one"))
+    if device.type == "cuda":
+        yield None
+        return
+    with fake_graphs(monkeypatch) as events:
+        yield events
+
+
+@pytest.mark.parametrize("lanes", MIXES)
+@pytest.mark.parametrize("make", [
+    pytest.param("scripted", marks=pytest.mark.skipif(torch.cuda.is_available(), reason="scripts run on a CPU")),
+    pytest.param("loaded", marks=LONG),
+])  # fmt: skip
+def test_two_graphs_give_the_tokens_of_the_host(make, request, device, lanes, monkeypatch) -> None:
+    """And of the kernels launched one by one, as `--cuda-graphs off` has it."""
+    load = request.getfixturevalue(make)
+    monkeypatch.setattr(backend, "KINDS", set())
+    expected, records = answers(load(), lanes)
+    assert records.ways == {"host"}
+    assert make == "loaded" or max(found[2].accepted for found in expected) > 0
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    found, records = answers(load(cuda_graphs=False), lanes)
+    assert found == expected
+    assert records.ways == {"launches"}
+    with graphs(device, monkeypatch) as events:
+        engine = load()
+        found, records = answers(engine, lanes)
+        assert found == expected
+        assert "two graphs" in records.ways
+        assert records.ways <= {"graph", "two graphs"}
+        runner = engine.scheduler._runner
+        assert isinstance(runner, DeviceRunner)
+        assert any(made.split for made in runner._made.values())
+    if events is not None:
+        assert sum(event.startswith("replay") for event in events) >= 2 * len(records.found)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only fakes tell the order")
+def test_what_is_launched_when(scripted, device, monkeypatch) -> None:
+    """One sequence with a grammar: its first rows, then verify and settle in turns, each verify before the host reads
+    what the settle before it gave; none of them is captured again."""
+    with graphs(device, monkeypatch) as events:
+        engine = scripted()
+        read = engine.scheduler._read
+        monkeypatch.setattr(engine.scheduler, "_read", lambda *args: events.append("read") or read(*args))
+        _, records = answers(engine, [GRAMMAR])
+    rounds = len(records.found)
+    assert rounds > 1
+    assert events[:3] == ["capture 0", "capture 1", "capture 2"]
+    lay, verify, settle = (f"replay {number}" for number in range(3))
+    assert events[3:] == [lay, verify, *[settle, verify, "read"] * rounds]
+
+
+@only_long
+def test_a_sequence_that_leaves_takes_its_launched_part_along(either, device, monkeypatch) -> None:
+    """Its slot is another's by then: nothing may be committed there. Its neighbours' answers stay what they are."""
+    lanes = [GRAMMAR, SAMPLED, PLAIN]  # the third waits for the first one's slot
+    with graphs(device, monkeypatch):
+        engine = either()
+        whole, _ = answers(engine, lanes)
+        rest, records = answers(engine, lanes, stop_after=3)
+    assert len(rest) == 2
+    assert [found[0] for found in rest] == [found[0] for found in whole[1:]]
+    assert "two graphs" in records.ways
+
+
+@only_long
+def test_an_answer_that_goes_alone_on_its_way_stays_what_it_is(either, device, monkeypatch) -> None:
+    """Its grammar follows the root alone from then on; rows that were drafted before have no answer and are cut."""
+    monkeypatch.setattr(backend, "KINDS", set())
+    lane = TREE, SamplingParams(max_tokens=14, seed=1, grammar=WORDS)
+    expected, _ = answers(either(), [lane])
+    commit, gone = GrammarMatcher.commit, []
+
+    def go_alone(self: GrammarMatcher, tokens: Sequence[int]) -> None:
+        commit(self, tokens)
+        if len(self._committed) >= 3 and not self.alone:
+            self._recover("a limit")
+            gone.append(len(self._committed))
+
+    monkeypatch.setattr(GrammarMatcher, "commit", go_alone)
+    with graphs(device, monkeypatch):
+        found, records = answers(either(), [lane])
+    assert found[0][0] == expected[0][0]
+    assert gone
+    assert records.found[-1].drafted == 0
+    assert records.ways == {"two graphs"}
+
+
+@only_long
+def test_preparing_captures_both_kinds(either, device, monkeypatch) -> None:
+    """Before the first request, so that none waits; and nothing of it is left."""
+    with graphs(device, monkeypatch) as events:
+        engine = either(max_running_requests=1)
+        fresh, _ = answers(engine, [GRAMMAR])
+        engine = either(max_running_requests=1)
+        lane = engine._request([1], SamplingParams(), TREE).lane
+        with torch.inference_mode():
+            engine.scheduler._runner.prepare(lane, 1)
+        [made] = engine.scheduler._runner._made.values()
+        assert made.whole is not None
+        assert made.split is not None
+        monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: pytest.fail("a round was captured"))
+        found, records = answers(engine, [GRAMMAR])
+        assert found == fresh
+        assert records.ways == {"two graphs"}
+    assert events is None or sum(event.startswith("capture") for event in events) == 3 + 4
