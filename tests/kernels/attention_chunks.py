@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from ddtree.kernels.attention_places_jit import chunk_of, edge_of
+from ddtree.kernels.attention_merge_jit import chunk_of, edge_of
 
 
 @triton.jit

@@ -4,7 +4,6 @@ interpreter. Prints one JSON object: name -> bytes of shared memory, the card's 
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -13,7 +12,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from ddtree.kernels.attention import DEEPEST, Launch, Tiles, merge_width, pick_launch, pick_tiles
+from ddtree.kernels.attention import DEEPEST, Tiles, merge_width, pick_tiles, tail_keys
 
 SHARED = {80: 163 * 1024, 90: 227 * 1024, 100: 227 * 1024, 120: 99 * 1024}
 TYPES = {torch.float16: "fp16", torch.bfloat16: "bf16", torch.float32: "fp32"}
@@ -45,36 +44,24 @@ def build(kernel: Any, capability: int, dtype: str, constants: Mapping[str, Any]
     return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
-def launches(capability: int, tiles: Tiles, dtype: torch.dtype, dim: int) -> dict[str, tuple[Launch, bool]]:
-    """Every way to lay work over programs, and whether the last program merges."""
-    wide = capability == 90 and dtype != torch.float32
-    pick = partial(pick_launch, tiles, dim, wide=wide)
-    ways = {"one": (pick(4, 8), True), "few": (pick(64, 8), False), "batch": (pick(64, 64), False)}
-    return ways | {"many": (pick(256, 8), False)}
-
-
 def attention(capability: int, dtype: torch.dtype, dim: int, inside: int, window: int = 0) -> Iterator[tuple[str, Any]]:
     """Both kernels of a head size, for 4 query heads to a key head."""
     from ddtree.kernels import attention_jit as jit
 
     tiles: Tiles = pick_tiles(dtype, dim, SHARED[capability])
     shape = {
-        "SCALE": 0.1, "G": 4, "GP": 4, "KV": 2, "HD": dim, "HDP": 1 << (dim - 1).bit_length(), "KEYS": tiles.keys,
-        "TAIL_ROWS": 16, "FIRST": 128, "WINDOW": window, "INSIDE": inside, "MERGE": merge_width(4, dim),
-        "DEEPEST": DEEPEST,
+        "G": 4, "GP": 4, "KV": 2, "HD": dim, "HDP": 1 << (dim - 1).bit_length(), "KEYS": tiles.keys, "FIRST": 128,
+        "WINDOW": window, "INSIDE": inside, "MERGE": merge_width(4, dim), "DEEPEST": DEEPEST,
     }  # fmt: skip
     at = f"sm_{capability} {TYPES[dtype]} hd{dim} inside{inside} window{window}"
-    seen = set()  # without tails some ways are the same
-    for way, (how, whole) in launches(capability, tiles, dtype, dim).items():
-        if (key := (how.rows, how.units, inside == 0 and how.tails, whole)) in seen:
-            continue
-        seen.add(key)
-        own = shape | {"UNITS": how.units, "TAILS": inside == 0 and how.tails}
-        folds = own | {"ROWS": how.rows, "WHOLE": whole, "ASK": how.ask}
-        options = {"num_warps": how.warps, "num_stages": how.stages}
-        yield f"attend {way} {at}", build(jit.attend_kernel, capability, TYPES[dtype], folds, **options)
-        if not whole:
-            yield f"merge {way} {at}", build(jit.merge_kernel, capability, TYPES[dtype], own, num_warps=tiles.warps)
+    folds = shape | {"SCALE": 0.1, "ROWS": tiles.rows, "TAIL_ROWS": 16, "TAIL_KEYS": tail_keys(tiles)}
+    for whole in (False, True):
+        options = {"num_warps": tiles.warps, "num_stages": tiles.stages}
+        yield (
+            f"attend{whole:d} {at}",
+            build(jit.attend_kernel, capability, TYPES[dtype], folds | {"WHOLE": whole}, **options),
+        )
+    yield f"merge {at}", build(jit.merge_kernel, capability, TYPES[dtype], shape, num_warps=4)
 
 
 def fold_of(ptx: str) -> str:
@@ -88,13 +75,6 @@ def fold_of(ptx: str) -> str:
     first = max(i for i in products if i < second)
     kept = ("add.", "mul.", "sub.", "fma.", "max.", "ex2.", "shfl.", "cvt.rn.")
     return " ".join(line for line in lines[first:second] if line.startswith(kept) and "64" not in line)
-
-
-def loops_of(ttir: str) -> list[int]:
-    """How many values each loop carries along: Triton 3.6 forgets one that begins as another one's tensor."""
-    return [
-        line.split("iter_args(")[1].split(") ->")[0].count(" = ") for line in ttir.splitlines() if "iter_args(" in line
-    ]
 
 
 def rest(capability: int, dtype: torch.dtype, dim: int) -> Iterator[tuple[str, Any]]:
@@ -118,10 +98,7 @@ def main() -> None:
         ]:
             kinds = [attention(capability, dtype, dim, inside) for inside in map(int, sys.argv[3].split(","))]
             for name, compiled in chain(*kinds, rest(capability, dtype, dim)):
-                report[name] = [
-                    compiled.metadata.shared, SHARED[capability], fold_of(compiled.asm["ptx"]),
-                    loops_of(compiled.asm["ttir"]),
-                ]  # fmt: skip
+                report[name] = [compiled.metadata.shared, SHARED[capability], fold_of(compiled.asm["ptx"])]
     print(json.dumps(report))
 
 

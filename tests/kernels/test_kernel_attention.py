@@ -13,11 +13,9 @@ import torch
 from ddtree.kernels.attention import (
     AttentionRows,
     AttentionWorkspace,
-    Launch,
     Tiles,
     chunk_bounds,
     locate,
-    pick_launch,
     pick_tiles,
     tree_attention,
 )
@@ -65,9 +63,9 @@ def reference(query, view: KVCache, starts, visible, window=None):
     return attend_segments(query.flatten(0, 1), view, 0, segments, masks)
 
 
-def run(query, cache: KVCache, rows: AttentionRows, window=None, *, invariant=True, **options):
+def run(query, cache: KVCache, rows: AttentionRows, window=None, *, invariant=True, tiles=None):
     layer = cache.data[0]
-    work = AttentionWorkspace.allocate(query, layer, invariant=invariant, **options)
+    work = AttentionWorkspace.allocate(query, layer, tiles, invariant)
     for memory in (work.peak, work.total, work.acc):
         memory.fill_(float("nan"))
     out = torch.full((query.shape[0] * query.shape[1], query[0, 0].numel()), float("nan"), dtype=query.dtype)
@@ -105,7 +103,7 @@ def test_tree_equals_layers(device, heads, kv, dim, dtype, starts, rows, invaria
     trees = [random_tree(rows - b, b) for b in range(len(starts))]  # the second has padding
     state = laid(trees, device)
     at = AttentionRows(slot, start, state.rows.depths, state.rows.ancestors)
-    got = run(query, cache, at, invariant=invariant, deepest=64)
+    got = run(query, cache, at, invariant=invariant)
     want = reference(query, view, starts, unpack(state.rows.ancestors, rows))
     torch.testing.assert_close(got, want, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
 
@@ -212,59 +210,6 @@ def test_row_is_the_same_to_the_last_bit(device, dtype, dim, heads, window):
             assert torch.equal(rows[p], alone[p]), f"{name}, position {p}"
 
 
-FEW = Launch(64, 4, 3, units=1, tails=True)
-LAUNCHES = {
-    "tails in the merge": replace(FEW, tails=False),
-    "two chunks": replace(FEW, units=2),
-    "two chunks, tails in the merge": replace(FEW, units=2, tails=False),
-    "wide": Launch(128, 8, 2, units=2, tails=False),
-    "narrow": Launch(16, 4, 2, units=2, tails=True),
-}
-
-
-@pytest.mark.parametrize(
-    ("dtype", "dim", "first", "window", "deepest"),
-    [
-        (torch.float16, 64, 64, None, 16),
-        (torch.bfloat16, 96, 64, 70, 32),
-        pytest.param(torch.bfloat16, 128, 128, None, 32, marks=pytest.mark.full),
-        pytest.param(torch.float16, 64, 64, 70, 16, marks=pytest.mark.full),
-    ],
-)
-def test_no_bits_depend_on_the_launch(device, dtype, dim, first, window, deepest):
-    """Whoever folds the chunks and makes the tails; pairs of chunks that are whole, half and empty."""
-    starts, rows = [290, 61, 140], 7
-    query, cache, _, slot, start = scene(device, starts, rows, heads=3, kv=1, dim=dim, dtype=dtype)
-    state = laid([random_tree(rows - b, b) for b in range(3)], device)
-    at = AttentionRows(slot, start, state.rows.depths, state.rows.ancestors)
-    options = {"first_chunk": first, "deepest": deepest}
-    want = run(query, cache, at, window, launch=FEW, **options)
-    assert not want.isnan().any()
-    for name, launch in LAUNCHES.items():
-        got = run(query, cache, at, window, launch=launch, **options)
-        assert torch.equal(got, want), f"{name}: {(got != want).any(1).sum()} rows differ"
-
-
-def test_a_row_or_two_are_merged_by_the_last_program(device):
-    """And with pairs of chunks in a program too; the same bits."""
-    query, cache, _, slot, start = scene(device, [300, 77], 2, heads=4, kv=2, dim=64, dtype=torch.float16)
-    state = laid([chain(1), Nodes.root()], device)
-    at = AttentionRows(slot, start, state.rows.depths, state.rows.ancestors)
-    want = run(query, cache, at, launch=FEW, tiles=replace(pick_tiles(torch.float16, 64, 227 * 1024), merged=0))
-    for launch in (FEW, replace(FEW, units=2), replace(FEW, units=2, tails=False)):
-        assert torch.equal(run(query, cache, at, launch=launch), want)
-
-
-def test_launches():
-    """Few rows have a program for every chunk; many rows share programs, where two states fit."""
-    tiles = pick_tiles(torch.bfloat16, 128, 227 * 1024)
-    assert pick_launch(tiles, 128, packed=64, lines=8, wide=True) == FEW
-    assert pick_launch(tiles, 128, packed=256, lines=8, wide=True) == Launch(128, 8, 3, units=2, tails=False)
-    assert pick_launch(tiles, 128, packed=256, lines=8) == replace(FEW, units=2, tails=False)
-    assert pick_launch(tiles, 128, packed=4, lines=64, wide=True) == replace(FEW, units=2)
-    assert pick_launch(tiles, 256, packed=256, lines=8, wide=True) == FEW
-
-
 def test_chunks_do_not_depend_on_the_length():
     long = chunk_bounds(100_000)
     assert long[:18] == [128 * i for i in range(17)] + [2048 + 256]
@@ -305,8 +250,6 @@ def test_refusals(device):
         tree_attention(query, torch.cat([layer, layer, layer], 1), rows, work)
     with pytest.raises(ValueError, match="multiple of the 64 keys"):
         AttentionWorkspace.allocate(query, layer, first_chunk=96)
-    with pytest.raises(ValueError, match="multiple of 16"):
-        AttentionWorkspace.allocate(query, layer, deepest=24)
     with pytest.raises(ValueError, match="depths"):
         tree_attention(query, layer, replace(rows, ancestors=start.view(1, 1, 1)), work)
 
@@ -329,22 +272,18 @@ def compiled(capabilities: str, heads: str, inside: str) -> dict[str, list]:
 def test_compiles_for_every_card():
     """Each within its card's shared memory; all that fold a tile do it by the same operations on Hopper."""
     report = compiled("80,90,100,120", "bfloat16:128", "0")
-    assert len(report) == 4 * 9
-    for name, (shared, limit, *_) in report.items():
+    assert len(report) == 4 * 5
+    for name, (shared, limit, _) in report.items():
         assert shared <= limit, name
-    folds = [fold for name, (_, _, fold, _) in report.items() if "sm_90" in name and "attend" in name]
-    assert len(folds) == 4
+    folds = [fold for name, (_, _, fold) in report.items() if "sm_90" in name and "attend" in name]
+    assert len(folds) == 2
     assert folds[0].count("ex2.") == 34  # 32 scores of a thread, and its two rows' states
     assert len(set(folds)) == 1
-    for name, (_, _, _, loops) in report.items():
-        if "attend" in name:  # the tail's and two of a chunk; around them the one of chunks; the one that merges
-            carried = {"one": [3] * 4, "few": [3] * 3, "batch": [3] * 4, "many": [3] * 3}[name.split()[1]]
-            assert loops == carried, name
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("capability", [80, 90, 100, 120])
 def test_compiles_for_every_head_size(capability):
     heads = ",".join(f"{t}:{d}" for t in ("float16", "bfloat16", "float32") for d in (64, 96, 128, 256))
-    for name, (shared, limit, *_) in compiled(str(capability), heads, "0,1,2,3").items():
+    for name, (shared, limit, _) in compiled(str(capability), heads, "0,1,2,3").items():
         assert shared <= limit, name

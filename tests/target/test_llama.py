@@ -254,13 +254,3 @@ def test_the_embedded_model(embedded_model: Path) -> None:
     assert_near(rows[0], torch.stack([theirs.logits[0, 24], theirs.logits[0, 25], theirs.logits[1, 25]]))
     assert_near(features[0, :, :576], theirs.hidden_states[2][0, :24])
     assert_near(features[0, :, 576:], theirs.hidden_states[28][0, :24])
-
-
-def test_the_depths_that_are_expected_only_grow(oracle: Oracle) -> None:
-    """Attention's memory on a GPU knows them; before anything is said, they are those of a block of 16."""
-    target = load(oracle)
-    cache, found = target.allocate(1, 64), []
-    for depth in (0, 15, 16, 7, 40):
-        target.expect_depth(depth)
-        found.append(target._work.get(1, 2, target.heads, cache).deepest)
-    assert found == [16, 16, 32, 32, 48]

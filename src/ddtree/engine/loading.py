@@ -48,7 +48,6 @@ def load_pair(config: EngineConfig) -> Loaded:
         vocabulary = None if chosen is None else chosen.to(device)
         head = target.draft_head(vocabulary, rounded)
         drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded, vocabulary)
-        target.expect_depth(drafter.config.depths)
     return Loaded(target, drafter, folder, (config.model, drafter_folder.name if drafter_folder else None))
 
 

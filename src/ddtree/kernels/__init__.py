@@ -5,7 +5,7 @@ synchronisation, no allocation that depends on data. The Triton side of a module
 """
 
 from ddtree.kernels.accept import accept, advance, settle
-from ddtree.kernels.attention import DEEPEST, AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
+from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
 from ddtree.kernels.build import Plan, PlanRow, build
 from ddtree.kernels.choose import Allowed, choose
 from ddtree.kernels.commit import commit
@@ -17,7 +17,6 @@ from ddtree.kernels.report import report
 from ddtree.kernels.select import propose, top_k
 
 __all__ = [
-    "DEEPEST",
     "MOST_ROWS",
     "Allowed",
     "AttentionRows",

@@ -2,16 +2,15 @@
 
 The GPU's twin of `ddtree.layers.attend_segments` with `attention_mask`. Keys are read in tiles at fixed absolute
 positions, split over programs in chunks at fixed absolute positions (`chunk_bounds`), and merged in a fixed order: by
-the last program of a sequence and key head where a forward has one row or two, else by a second launch. With many rows
-a program takes two chunks and more rows (`pick_launch`), which changes no bits.
+the last program of a sequence and key head where a forward has few rows, else by a second launch.
 
-Row-invariant form (the default for trees): a row's last keys, its tail, are gathered in the order of its path into a
-state of their own; all before them is committed and in chunks. Where the tail begins depends on the row's position
-alone, so a row's result is equal to the last bit in `ar`, on a chain, in a tree and in a batch. The plain form reads
-the tree's rows where they lie, masked by the ancestor bits.
+Row-invariant form (the default for trees): a row's last 64 to 127 keys, its tail, are gathered in the order of its path
+into a state of their own; all before them is committed and in chunks. Where the tail begins depends on the row's
+position alone, so a row's result is equal to the last bit in `ar`, on a chain, in a tree and in a batch. The plain form
+reads the tree's rows where they lie, masked by the ancestor bits.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from math import e, log2, sqrt
 
 import torch
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from ddtree.kernels.backend import jit, overlap, power_of_two
 
-DEEPEST = 16  # a row of the row-invariant form has at most 15 ancestors among the rows, unless told otherwise
+DEEPEST = 64  # a row of the row-invariant form has at most 63 ancestors among the rows
 _INVARIANT, _TREE, _BLOCK, _CAUSAL = range(4)
 _SHARED_KIB = {(8, 0): 163, (8, 7): 163, (9, 0): 227, (10, 0): 227, (10, 3): 227, (11, 0): 227}  # others: 99
 
@@ -37,9 +36,9 @@ class AttentionRows:
 
 @dataclass(frozen=True)
 class Tiles:
-    """Shapes of the programs. A row's bits depend on their keys: use one choice for all forwards of a target."""
+    """Shapes of the programs. A row's bits depend on them: use one choice for all forwards of a target."""
 
-    rows: int  # packed query rows of a program of a forward of few rows
+    rows: int  # packed query rows of a program
     keys: int  # keys of a tile
     warps: int
     stages: int
@@ -47,43 +46,21 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Launch:
-    """How a forward's work is laid over programs. No bits depend on it."""
-
-    rows: int  # packed query rows of a program
-    warps: int  # a whole number of rows of a matrix unit to each
-    stages: int
-    units: int  # chunks of a program: 1, or 2 whose states it joins
-    tails: bool  # tails have programs of their own, beside those of chunks; else the merge makes them
-    ask: int = 256  # keys of a program that are asked for before the launch before is done
-
-
-@dataclass(frozen=True)
 class AttentionWorkspace:
     """Preallocated memory of the attention of B sequences of N rows; layers run one after another and share it."""
 
-    peak: Tensor  # [B, kv_heads, C + 1, N * groups] float32: largest score, of C programs' keys and of the tail
+    peak: Tensor  # [B, kv_heads, C + 1, N * groups] float32: largest score, of C chunks of keys and of the tail
     total: Tensor  # the same: sum of weights
     acc: Tensor  # [B, kv_heads, C + 1, N * groups, hd] float32: weighted values
     arrived: Tensor  # [B * kv_heads] int32: programs that are done; 0 between launches
     paths: Tensor  # [B, N, N] int32: the row at each depth of a row's path
     tiles: Tiles
-    launch: Launch
     first_chunk: int
-    deepest: int
     invariant: bool
 
     @classmethod
     def allocate(
-        cls,
-        query: Tensor,
-        cache: Tensor,
-        tiles: Tiles | None = None,
-        invariant: bool = True,
-        first_chunk: int = 128,
-        *,
-        deepest: int = DEEPEST,
-        launch: Launch | None = None,
+        cls, query: Tensor, cache: Tensor, tiles: Tiles | None = None, invariant: bool = True, first_chunk: int = 128
     ) -> "AttentionWorkspace":
         """Memory for queries [B, N, heads, hd] like this one over a layer's cache [S, 2 * kv_heads, T, hd] like this.
 
@@ -91,23 +68,14 @@ class AttentionWorkspace:
             tiles: None takes what suits the dtype, the head size and the device.
             invariant: rows of a tree get the same bits as in any other tree that holds their path.
             first_chunk: keys of the first chunks, whole tiles, see chunk_bounds; rows' bits depend on it.
-            deepest: rows have depths below it, whole sixteens; rows' bits depend on it in the row-invariant form.
-            launch: None takes what suits the number of rows and the device.
-        Raises ValueError for a first chunk or depths that are not.
+        Raises ValueError for a first chunk that is not.
         """
         batch, n, heads, dim = query.shape
         kv, length, device = cache.shape[1] // 2, cache.shape[2], cache.device
-        picked = tiles or pick_tiles(query.dtype, dim, _shared_memory(device))
-        if first_chunk < 1 or first_chunk % picked.keys:
-            raise ValueError(f"first_chunk {first_chunk} must be a multiple of the {picked.keys} keys of a tile")
-        if deepest < 16 or deepest % 16:
-            raise ValueError(f"deepest {deepest} must be a multiple of 16")
-        if launch is None:
-            wide = tiles is None and query.dtype != torch.float32 and _capability(device)[0] == 9
-            launch = pick_launch(picked, dim, n * (heads // kv), batch * kv, wide)
-        tiles = picked
-        programs = -(-(len(chunk_bounds(length, first_chunk)) - 1) // launch.units)
-        states = (batch, kv, programs + 1, n * (heads // kv))
+        tiles = tiles or pick_tiles(query.dtype, dim, _shared_memory(device))
+        if first_chunk < 1 or first_chunk % tiles.keys:
+            raise ValueError(f"first_chunk {first_chunk} must be a multiple of the {tiles.keys} keys of a tile")
+        states = (batch, kv, len(chunk_bounds(length, first_chunk)), n * (heads // kv))
         return cls(
             peak=torch.empty(states, device=device, dtype=torch.float32),
             total=torch.empty(states, device=device, dtype=torch.float32),
@@ -115,9 +83,7 @@ class AttentionWorkspace:
             arrived=torch.zeros(batch * kv, device=device, dtype=torch.int32),
             paths=torch.zeros(batch, n, n, device=device, dtype=torch.int32),
             tiles=tiles,
-            launch=launch,
             first_chunk=first_chunk,
-            deepest=deepest,
             invariant=invariant,
         )
 
@@ -151,20 +117,6 @@ def pick_tiles(dtype: torch.dtype, head_dim: int, shared_memory: int) -> Tiles:
     return Tiles(rows=64, keys=keys, warps=4, stages=max(1, min(3, (shared_memory - rest) // pair)))
 
 
-def pick_launch(tiles: Tiles, head_dim: int, packed: int, lines: int, wide: bool = False) -> Launch:
-    """How `packed` query rows of each of `lines` sequences and key heads are laid over programs.
-
-    wide: programs of 128 rows and 8 warps do the same to a row as those of 64 and 4.
-    """
-    blocks = -(-packed // tiles.rows)
-    usual = Launch(tiles.rows, tiles.warps, tiles.stages, units=1, tails=True)
-    if lines * blocks <= 8 or padded_dim(head_dim) > 128:  # two states of 256 columns do not fit the registers
-        return usual
-    if wide and blocks > 2 and tiles.rows == 64:
-        return Launch(128, 2 * tiles.warps, tiles.stages, units=2, tails=False)
-    return replace(usual, units=2, tails=blocks == 1)
-
-
 def locate(rows: AttentionRows, work: AttentionWorkspace) -> None:
     """Once per forward, before its first layer: write the rows' paths for the row-invariant form."""
     if not work.invariant or rows.ancestors is None or rows.depths is None:
@@ -190,7 +142,7 @@ def tree_attention(
     Args:
         query: [B, N, heads, hd], dense, float16, bfloat16 or float32.
         cache: [S, 2 * kv_heads, T, hd], dense, the same dtype: one layer of KVCache.data, the rows already written.
-        work: made for these shapes. Depths of trees are below its `deepest` in the row-invariant form.
+        work: made for these shapes. Depths of trees are below DEEPEST.
         window: rows see only positions less than this far away (in a block, position = place).
         out: [B * N, heads * hd], written and returned; None allocates it.
     Equal to `attend_segments` of the same rows up to rounding. Padding rows (ancestors: themselves alone) are computed
@@ -200,31 +152,30 @@ def tree_attention(
     """
     mode = _mode(rows, work)
     batch, n, heads, dim = query.shape
-    kv, tiles, how = cache.shape[1] // 2, work.tiles, work.launch
+    kv, tiles, chunks = cache.shape[1] // 2, work.tiles, work.peak.shape[2] - 1
     _check(query, cache, work)
     if out is None:
         out = torch.empty(batch * n, heads * dim, dtype=query.dtype, device=query.device)
     depths = _dense(rows.depths, "depths") if rows.depths is not None else rows.start.unsqueeze(1)
     bits = _dense(rows.ancestors, "ancestors") if rows.ancestors is not None else depths.unsqueeze(1)
-    groups, chunks = heads // kv, len(chunk_bounds(cache.shape[2], work.first_chunk)) - 1
-    packed, blocks = power_of_two(groups), -(-n * groups // how.rows)
-    whole = n <= tiles.merged and blocks == 1 and how.warps == tiles.warps
-    tails = mode == _INVARIANT and (how.tails or whole)
+    groups = heads // kv
+    packed, blocks = power_of_two(groups), -(-n * groups // tiles.rows)
+    whole = n <= tiles.merged and blocks == 1
     shape = {
-        "SCALE": log2(e) / sqrt(dim), "G": groups, "GP": packed, "KV": kv, "HD": dim, "HDP": padded_dim(dim),
-        "KEYS": tiles.keys, "TAIL_ROWS": max(16, packed), "DEEPEST": work.deepest, "FIRST": work.first_chunk,
-        "WINDOW": window or 0, "INSIDE": mode, "MERGE": merge_width(packed, dim), "UNITS": how.units, "TAILS": tails,
+        "G": groups, "GP": packed, "KV": kv, "HD": dim, "HDP": padded_dim(dim), "KEYS": tiles.keys, "DEEPEST": DEEPEST,
+        "FIRST": work.first_chunk, "WINDOW": window or 0, "INSIDE": mode, "MERGE": merge_width(packed, dim),
     }  # fmt: skip
     kernels, launch = jit("attention"), {"enable_fp_fusion": False, **overlap(query.device)}
-    kernels.attend_kernel[((n if tails else 0) + blocks * -(-chunks // how.units), batch * kv)](
+    kernels.attend_kernel[((n if mode == _INVARIANT else 0) + blocks * chunks, batch * kv)](
         query, cache, rows.slot, rows.start, depths, bits, work.paths, work.peak, work.total, work.acc, work.arrived,
         out, n, cache.shape[2], chunks, blocks, cache.shape[0], depths.stride(0), bits.stride(0), bits.stride(1),
-        **shape, **launch, ROWS=how.rows, WHOLE=whole, ASK=how.ask, num_warps=how.warps, num_stages=how.stages,
+        **shape, **launch, SCALE=log2(e) / sqrt(dim), ROWS=tiles.rows, TAIL_ROWS=max(16, packed),
+        TAIL_KEYS=tail_keys(tiles), WHOLE=whole, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if not whole:
         kernels.merge_kernel[(n, kv, batch)](
-            query, cache, rows.slot, rows.start, depths, work.paths, work.peak, work.total, work.acc, out,
-            n, cache.shape[2], chunks, depths.stride(0), **shape, **launch, num_warps=tiles.warps,
+            rows.start, depths, work.peak, work.total, work.acc, out, n, chunks, depths.stride(0),
+            **shape, **launch, num_warps=tiles.warps,
         )  # fmt: skip
     return out
 
@@ -234,9 +185,14 @@ def padded_dim(head_dim: int) -> int:
     return max(16, power_of_two(head_dim))
 
 
+def tail_keys(tiles: Tiles) -> int:
+    """Keys of a tail's tile: the whole tail at once where keys are short."""
+    return 128 if tiles.keys == 64 else tiles.keys
+
+
 def merge_width(packed: int, head_dim: int) -> int:
-    """Pairs of states merged at once, so that a program holds at most 16,384 numbers of their two."""
-    return max(1, min(8, 8192 // (packed * padded_dim(head_dim))))
+    """States merged at once, so that a program holds at most 16,384 numbers of them."""
+    return max(1, min(32, 16384 // (packed * padded_dim(head_dim))))
 
 
 def _mode(rows: AttentionRows, work: AttentionWorkspace) -> int:
@@ -258,7 +214,7 @@ def _check(query: Tensor, cache: Tensor, work: AttentionWorkspace) -> None:
         raise ValueError(f"{heads} query heads of {dim} do not fit {kv} key heads of {cache.shape[3]}")
     if work.acc.shape != (batch, kv, work.peak.shape[2], n * (heads // kv), dim) or work.paths.shape[1] != n:
         raise ValueError(f"the workspace {tuple(work.acc.shape)} was not made for queries {tuple(query.shape)}")
-    if -(-(len(chunk_bounds(length, work.first_chunk)) - 1) // work.launch.units) + 1 != work.peak.shape[2]:
+    if len(chunk_bounds(length, work.first_chunk)) != work.peak.shape[2]:
         raise ValueError(f"the workspace was not made for a cache of {length} positions")
 
 
@@ -273,9 +229,5 @@ def _shared_memory(device: torch.device) -> int:
 
     Source: CUDA C++ Programming Guide, table of compute capabilities.
     """
-    return _SHARED_KIB.get(_capability(device), 99) * 1024
-
-
-def _capability(device: torch.device) -> tuple[int, int]:
-    """Of the card; where there is none, in the interpreter, Hopper's."""
-    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else (9, 0)
+    return _SHARED_KIB.get(capability, 99) * 1024

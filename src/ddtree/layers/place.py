@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ddtree import kernels
-from ddtree.kernels import DEEPEST, AttentionRows, AttentionWorkspace, HeadNorms
+from ddtree.kernels import AttentionRows, AttentionWorkspace, HeadNorms
 from ddtree.layers.attention import attend_segments, attention_mask
 from ddtree.layers.cache import KVCache, Segment
 from ddtree.layers.norm import RMSNorm
@@ -156,15 +156,12 @@ class Workspaces:
     """Attention memory by shape, kept: a captured graph goes on using it."""
 
     invariant: bool = True
-    deepest: int = DEEPEST  # rows have depths below it; a row's bits depend on it in the row-invariant form
     _made: dict[tuple[int, ...], AttentionWorkspace] = field(default_factory=dict)
 
     def get(self, batch: int, rows: int, heads: Heads, cache: KVCache) -> AttentionWorkspace:
         """The workspace of B sequences of N rows over this cache."""
-        key = (batch, rows, heads.queries, cache.length, self.deepest)
+        key = (batch, rows, heads.queries, cache.length)
         if key not in self._made:
             query = torch.empty(batch, rows, heads.queries, heads.dim, dtype=cache.data.dtype, device="meta")
-            self._made[key] = AttentionWorkspace.allocate(
-                query, cache.data[0], invariant=self.invariant, deepest=self.deepest
-            )
+            self._made[key] = AttentionWorkspace.allocate(query, cache.data[0], invariant=self.invariant)
         return self._made[key]

@@ -86,11 +86,6 @@ class LlamaTarget:
         with open_weights(folder, dtype, device) as weights:
             return cls(config, spec, weights, invariant)
 
-    def expect_depth(self, depth: int) -> None:
-        """Rows of `verify` will be up to this deep; before the first of them. Where attention keeps a row's bits, they
-        are the same in all targets that expect the same sixteens of depths, and at first depths up to 15."""
-        self._work.deepest = max(self._work.deepest, (depth // 16 + 1) * 16)
-
     def _load_layer(self, index: int, weights: Weights) -> _Layer:
         c, at = self.config, f"model.layers.{index}."
         sizes = {"q": c.num_heads * c.head_dim, "k": c.num_kv_heads * c.head_dim, "v": c.num_kv_heads * c.head_dim}
