@@ -3,9 +3,12 @@
 import os
 import re
 import signal
+import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
+import httpx
 import pytest
 
 from ddtree.deploy import commands
@@ -183,7 +186,6 @@ def test_promoted_from_the_shadow(two: Deployed) -> None:
     assert outcome.figures["comparisons"][-1]["mode_before"] == "linear"
 
 
-@pytest.mark.parametrize("seconds", [0.0, 1.0])
 @pytest.mark.parametrize(
     ("fault", "why"),
     [
@@ -191,15 +193,44 @@ def test_promoted_from_the_shadow(two: Deployed) -> None:
         ("disagree", "the tree's tokens were not those that came"),
     ],
 )
-def test_not_promoted(two: Deployed, fault: str, why: str, seconds: float) -> None:
-    if seconds and fault == "gainless":
-        why = "saw no round that drafted"  # nobody sends it requests
-    elif seconds:
-        pytest.skip("with counters a disagreement needs requests: test_the_shadow_by_its_counters")
+def test_not_promoted(two: Deployed, fault: str, why: str) -> None:
     before = two.kept()
     with pytest.raises(DeployFailed, match=re.escape(why)):
-        two.rollout("mode=tree", f"environment.FAKE={fault}", trial=Trial(1.1, seconds, prompts=2))
+        two.rollout("mode=tree", f"environment.FAKE={fault}", trial=Trial(1.1, prompts=2))
     assert two.kept() == before
+
+
+def test_a_shadow_that_nobody_sends_requests(two: Deployed) -> None:
+    before = two.kept()
+    with pytest.raises(DeployFailed, match="the shadow saw no round that drafted"):
+        two.rollout("mode=tree", trial=Trial(1.1, seconds=0.2))
+    assert two.kept() == before
+
+
+@pytest.mark.parametrize("fault", ["", "disagree"])
+def test_the_shadow_under_live_traffic(two: Deployed, fault: str) -> None:
+    over = threading.Event()
+
+    def send() -> None:
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 8}
+        while not over.is_set():
+            with suppress(httpx.HTTPError):  # while it starts anew: there is no router here
+                httpx.post(f"http://127.0.0.1:{two.port}/v1/chat/completions", json=body, trust_env=False)
+
+    client = threading.Thread(target=send)
+    client.start()
+    try:
+        sets, trial = ("mode=tree", f"environment.FAKE={fault}"), Trial(1.2, seconds=0.5)
+        if not fault:
+            shadow = two.rollout(*sets, limits=Limits(0, prompts=1, max_tokens=4), trial=trial).figures["shadow"]
+            assert shadow["gain"] == pytest.approx(1.25, abs=0.01)
+            assert two.modes() == ["tree", "tree"]
+        else:
+            with pytest.raises(DeployFailed, match="the tree's tokens were not those that came"):
+                two.rollout(*sets, limits=Limits(0, prompts=1, max_tokens=4), trial=trial)
+    finally:
+        over.set()
+        client.join(20)
 
 
 def test_the_shadow_is_for_trees(two: Deployed) -> None:
@@ -216,3 +247,34 @@ def test_a_lone_replica_has_a_gap_that_is_told(one: Deployed) -> None:
         "fake-0 is the only replica: requests are refused while it starts, the last" in line for line in one.said
     )
     assert one.modes() == ["tree"]
+
+
+def test_a_fault_of_our_own_puts_back_too(two: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.deploy import compare
+
+    before = two.kept()
+    monkeypatch.setattr(compare, "judge", lambda *_: 1 / 0)
+    with pytest.raises(DeployFailed, match="ZeroDivisionError: division by zero; what ran before is back"):
+        two.rollout("mode=tree")
+    assert two.kept() == before
+
+
+def test_a_server_that_does_not_tell_its_load(two: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.deploy import site
+    from ddtree.deploy.live import Endpoint
+
+    monkeypatch.setattr(site, "UNKNOWN_S", 0.1)
+    monkeypatch.setattr(Endpoint, "load", lambda _self: None)
+    two.site().wait_idle("fake-0", Endpoint(f"127.0.0.1:{two.port}"))
+    assert "fake-0 does not tell how many requests it has" in two.said[-1]
+
+
+def test_requests_that_do_not_end(two: Deployed, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.deploy.live import Endpoint
+    from ddtree.deploy.site import Waits
+
+    monkeypatch.setattr(Endpoint, "load", lambda _self: (2, 1))
+    one = two.site()
+    one.waits = Waits(20.0, 0.3)
+    with pytest.raises(DeployFailed, match=r"still has 2 running and 1 waiting requests after 0\.3 s"):
+        one.wait_idle("fake-0", Endpoint(f"127.0.0.1:{two.port}"))

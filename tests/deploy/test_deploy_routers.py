@@ -173,6 +173,7 @@ def routed(tmp_path: Path) -> Iterator[Deployed]:
     deployed.close()
 
 
+@pytest.mark.full
 def test_no_request_is_lost_in_a_rollout_that_holds_and_in_one_that_does_not(routed: Deployed) -> None:
     url = f"http://127.0.0.1:{routed.port + 2}"
     with Traffic(url) as traffic:
@@ -197,6 +198,7 @@ def test_reloads_lose_no_request(routed: Deployed) -> None:
     assert traffic.statuses[200] > 20
 
 
+@pytest.mark.full
 def test_a_lone_replica_behind_nginx_is_replaced_without_a_gap(tmp_path: Path) -> None:
     if NGINX is None:
         pytest.skip("nginx is not installed")

@@ -140,3 +140,12 @@ def test_files_are_whole_and_have_their_rights_at_once(tmp_path: Path) -> None:
     link(tmp_path / "to", "a/b.env")
     assert (tmp_path / "to").read_text(encoding="utf-8") == "y"
     assert sorted(one.name for one in tmp_path.iterdir()) == ["a", "to"]
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with (
+        pytest.raises(DeployFailed, match=r"file/place cannot be written \(Not a directory\): run this as who may"),
+        Folder(tmp_path / "file/place").held("ddtree deploy apply"),
+    ):
+        pytest.fail("it cannot be held")

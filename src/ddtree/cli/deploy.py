@@ -15,7 +15,7 @@ CANNOT_TELL = 2
 
 deploy = typer.Typer(
     name="deploy",
-    help="Services from one TOML file, which docs/deploy.md shows: render, check.",
+    help="Services from one TOML file, which docs/deploy.md shows: from its files to a rollout that can go back.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

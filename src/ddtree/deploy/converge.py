@@ -13,6 +13,7 @@ from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Endpoint
 from ddtree.deploy.site import Site, endpoint
 from ddtree.deploy.state import Generation, Member, begin
+from ddtree.errors import DDTreeError
 
 
 @dataclass(frozen=True)
@@ -50,11 +51,12 @@ def guarded(site: Site, work: Callable[[], None]) -> None:
     """Runs a part of an operation; when it fails, puts back all that the operation touched, then raises why."""
     try:
         work()
-    except (DeployFailed, OSError) as error:
+    except Exception as error:  # also of a fault of our own: services are put back whatever it was
         left = put_back(site)
         outcome = "what ran before is back" if not left else f"not all could be put back: {'; '.join(left)}"
         separator = "\n" if "\n" in str(error) else "; "  # behind lines of a log
-        raise DeployFailed(f"{error}{separator}{outcome}") from error
+        said = str(error) if isinstance(error, DDTreeError | OSError) else f"{type(error).__name__}: {error}"
+        raise DeployFailed(f"{said}{separator}{outcome}") from error
 
 
 def settle(site: Site, target: Generation) -> None:

@@ -45,7 +45,10 @@ class Processes:
         command = [sys.executable, "-m", "ddtree.deploy.supervisor", str(self._run / f"{service}.service"), str(status)]
         with open(os.open(self._logs / f"{service}.log", os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600), "ab") as log:
             # It leaves this process at once (two forks), so that nobody has to wait for it.
-            subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", timeout=STARTED_S)
+            try:
+                subprocess.run(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd="/", timeout=STARTED_S)
+            except (OSError, subprocess.TimeoutExpired) as error:
+                raise DeployFailed(f"{service} could not be started: {error}") from error
         until = time.monotonic() + STARTED_S
         while not status.exists():
             if time.monotonic() > until:

@@ -17,6 +17,7 @@ from ddtree.deploy.unit_file import Unit
 
 POLL_S = 0.2
 QUIET = 2  # looks in a row that find no request, before a replica counts as idle
+MISSED = 3  # looks in a row that find nothing told, before it counts as not telling
 SHOWN = 20  # lines of a log behind an error
 UNKNOWN_S = 10.0  # drained for so long where a server does not tell its load; its own stop lets answers end too
 FREE_S = 10.0  # for a port to come free behind a service that has ended
@@ -146,21 +147,31 @@ class Site:
 
     def wait_idle(self, service: str, at: Endpoint) -> None:
         """Returns when no request runs or waits there, or it answers nothing any more."""
-        until, quiet, load = time.monotonic() + self.waits.drain, 0, None
+        until, quiet, missed = time.monotonic() + self.waits.drain, 0, 0
         while quiet < QUIET:
             load = at.load()
             if load is None:
-                if at.healthy()[0]:
-                    self.tell(f"{service} does not tell how many requests it has: {UNKNOWN_S:g} s for them to end")
-                    time.sleep(min(UNKNOWN_S, self.waits.drain))
-                return
-            quiet = quiet + 1 if not any(load) else 0
+                missed += 1
+                if missed >= MISSED:
+                    self._wait_blindly(service, at)
+                    return
+                time.sleep(POLL_S)
+                continue
+            quiet, missed = quiet + 1 if not any(load) else 0, 0
             if time.monotonic() > until:
                 raise DeployFailed(
                     f"{service} still has {load[0]} running and {load[1]} waiting requests after "
                     f"{self.waits.drain:g} s without new ones: --drain-seconds gives them longer"
                 )
             time.sleep(POLL_S)
+
+    def _wait_blindly(self, service: str, at: Endpoint) -> None:
+        if at.healthy()[0]:
+            self.tell(
+                f"{service} does not tell how many requests it has (SGLang does with --enable-metrics in args): "
+                f"{UNKNOWN_S:g} s for them to end"
+            )
+            time.sleep(min(UNKNOWN_S, self.waits.drain))
 
     def let_in(self, member: Member, before: Member | None = None) -> None:
         """The router sends it requests again; its address may be another than before."""

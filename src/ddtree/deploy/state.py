@@ -142,8 +142,14 @@ class Folder:
     @contextmanager
     def held(self, command: str) -> Iterator["Folder"]:
         """The lock, for one command. Raises Locked where another one holds it."""
-        self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
-        with open(os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644), "r+", encoding="utf-8") as file:
+        try:
+            self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+        except OSError as error:
+            raise DeployFailed(
+                f"{self.path} cannot be written ({error.strerror}): run this as who may, or set folder"
+            ) from error
+        with open(lock, "r+", encoding="utf-8") as file:
             try:
                 fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError as error:
