@@ -15,12 +15,12 @@ import httpx
 import pytest
 
 from a_deployment import made
-from ddtree.deploy import beside, routers, site
+from ddtree.deploy import beside, commands, routers, site
 from ddtree.deploy.compare import Limits
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.render import render
 from ddtree.deploy.routers import SGLangRouter, has, mark, readdressed
-from fakes import Deployed, make
+from fakes import Deployed, make, running_command, wait_until
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
 CONFIG = render(made())["localhost/nginx/chat.conf"]
@@ -215,6 +215,34 @@ def test_a_lone_replica_behind_nginx_is_replaced_without_a_gap(tmp_path: Path) -
         assert sorted(path.stem for path in (deployed.folder.path / "run").glob("*.service")) == [
             "fake-0", "fake-router",
         ]  # fmt: skip
+    finally:
+        deployed.close()
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("then", ["goes on", "is undone"])
+def test_killed_while_another_one_stands_in(tmp_path: Path, then: str) -> None:
+    if NGINX is None:
+        pytest.skip("nginx is not installed")
+    deployed = make(tmp_path, replicas=1, router="nginx", FAKE_TOKENS_S="100")
+    words = [str(deployed.path), "--set", "mode=tree", "--beside-port", str(deployed.port + 2), "--min-speed", "0"]
+    try:
+        deployed.apply()
+        config = Path(deployed.site().door().door.config)
+        with Traffic(f"http://127.0.0.1:{deployed.port + 1}") as traffic:
+            with running_command(deployed, "rollout", *words) as command:
+                wait_until(lambda: has(config.read_text(encoding="utf-8"), f"127.0.0.1:{deployed.port + 2}"), 60)
+                command.kill()
+            assert deployed.state().beside is not None
+            if then == "goes on":
+                limits = Limits(0, prompts=1, max_tokens=4)
+                deployed.rollout("mode=tree", limits=limits, beside=deployed.port + 2)
+            else:
+                commands.rollback(deployed.asked())
+        assert set(traffic.statuses) == {200}
+        assert deployed.modes() == ["tree" if then == "goes on" else "linear"]
+        assert deployed.state().beside is None
+        assert deployed.state().operation is None
     finally:
         deployed.close()
 

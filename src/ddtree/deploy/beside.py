@@ -24,6 +24,7 @@ def switch(site: Site, target: Generation, member: Member, before: Member, port:
     router = site.router()
     assert old is not None
     assert router is not None
+    clear(site)  # of an interrupted command
     stand_in = replace(member, service=f"{service}-beside", address=f"{member.address.rpartition(':')[0]}:{port}")
     text = on_port(target.unit_text(service), member.address.rpartition(":")[2], port)
     check_room(site, service, before)
@@ -57,19 +58,16 @@ def clear(site: Site) -> None:
     stands = site.state.beside
     if stands is None:
         return
-    router = site.router()
-    if router is not None:
+    router, generation = site.router(), site.running_generation(stands.stands_for)
+    state = site.manager.state(stands.service)
+    if router is not None and generation is not None:
+        at = endpoint(generation.members[0], generation.unit(stands.stands_for))
+        if not at.healthy()[0]:
+            raise DeployFailed(f"{stands.service} goes on at {stands.address}: {stands.stands_for} is not healthy")
         router.move(stands.address, stands.home)
         router.let_in(stands.home)
-    state = site.manager.state(stands.service)
-    if state.running:
-        generation = site.running_generation(stands.stands_for)
-        key = None
-        if generation is not None:
-            home = replace(generation.members[0], address=stands.address)
-            key = endpoint(home, generation.unit(stands.stands_for))
-        if key is not None:
-            site.wait_idle(stands.service, key)
+        if state.running:
+            site.wait_idle(stands.service, replace(at, address=stands.address))
     if state.state != "stopped":
         site.stop(stands.service)
     site.manager.uninstall(stands.service)

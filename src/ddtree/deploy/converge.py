@@ -11,7 +11,7 @@ from ddtree.deploy.compare import Checks
 from ddtree.deploy.doors import router_change, turn_router
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import Endpoint
-from ddtree.deploy.site import Site, endpoint
+from ddtree.deploy.site import Site, endpoint, put_files
 from ddtree.deploy.state import Generation, Member, begin
 from ddtree.errors import DDTreeError
 
@@ -82,7 +82,7 @@ def put_back(site: Site) -> list[str]:
     for service, number in reversed(list(operation.touched.items())):
         try:
             _restore(site, service, number)
-        except (DeployFailed, OSError) as error:
+        except Exception as error:  # the others are put back all the same
             left.append(f"{service}: {error}")
     try:
         beside.clear(site)  # last: it has the traffic as long as the replica itself is not back
@@ -184,6 +184,7 @@ def _restore(site: Site, service: str, number: int | None) -> None:
     if member is None:
         turn_router(site, former)
     elif site.state.services.get(service) == number and site.manager.state(service).running:
+        put_files(former, service)  # a stand-in may have had others
         site.wait_healthy(service, endpoint(member, former.unit(service)))
         site.let_in(member)
     else:
