@@ -1,6 +1,7 @@
 """The routers: nginx by its configuration (and itself, where it is installed), sglang-router by its API."""
 
 import json
+import os
 import shutil
 import socket
 import threading
@@ -215,6 +216,40 @@ def test_a_lone_replica_behind_nginx_is_replaced_without_a_gap(tmp_path: Path) -
         assert sorted(path.stem for path in (deployed.folder.path / "run").glob("*.service")) == [
             "fake-0", "fake-router",
         ]  # fmt: skip
+    finally:
+        deployed.close()
+
+
+@pytest.mark.full
+def test_no_request_is_lost_behind_sglang_router(tmp_path: Path) -> None:
+    """With DDTREE_TEST_ROUTER_PYTHON naming an interpreter that has sglang-router (tried with 0.3.2)."""
+    interpreter = os.environ.get("DDTREE_TEST_ROUTER_PYTHON")
+    if interpreter is None:
+        pytest.skip("DDTREE_TEST_ROUTER_PYTHON names no interpreter with sglang-router")
+    deployed = make(tmp_path, router="sglang-router", FAKE_TOKENS_S="100")
+    program = tmp_path / "python"
+    fake = program.rename(tmp_path / "fake_python")
+    program.write_text(
+        f'#!/bin/sh\ncase "$*" in *sglang_router*) exec {interpreter} "$@";; *) exec {fake} "$@";; esac\n',
+        encoding="utf-8",
+    )
+    program.chmod(0o755)
+    url = f"http://127.0.0.1:{deployed.port + 2}"
+
+    def workers() -> list[dict[str, Any]]:
+        found = httpx.get(f"{url}/workers", trust_env=False).json()["workers"]
+        return [worker for worker in found if worker["is_healthy"]]
+
+    try:
+        deployed.apply()
+        wait_until(lambda: len(workers()) == 2)
+        with Traffic(url) as traffic:
+            deployed.rollout("mode=tree")
+            with pytest.raises(DeployFailed, match="answer 1 differs"):
+                deployed.rollout("mode=tree", "environment.FAKE=wrong")
+        assert set(traffic.statuses) == {200}
+        assert len(workers()) == 2
+        assert deployed.modes() == ["tree", "tree"]
     finally:
         deployed.close()
 

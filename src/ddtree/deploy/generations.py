@@ -12,6 +12,7 @@ from ddtree.deploy.routers import has
 from ddtree.deploy.spec import Deployment, load
 from ddtree.deploy.state import Door, Folder, Generation, Member
 from ddtree.deploy.units import reached
+from ddtree.errors import InvalidOption
 
 SHADOW, SHADOW_OF = "shadow-linear", "tree"
 
@@ -51,7 +52,13 @@ class Draft:
 def draft(path: Path, sets: Sequence[str], host: str | None, purpose: str = "given") -> tuple[Deployment, Draft]:
     """This host's part of a deployment. Raises InvalidOption where this machine is none of its hosts."""
     deployment = load(path, sets)
-    here = deployment.here(host)
+    try:
+        here = deployment.here(host)
+    except InvalidOption as error:
+        raise InvalidOption(
+            f"{error}; another machine's services are changed there: copy {path.name} and run this command on it, or "
+            "copy what ddtree deploy render writes"
+        ) from error
     prefix = f"{here}/"
     files = {name.removeprefix(prefix): text for name, text in render(deployment).items() if name.startswith(prefix)}
     members = [
