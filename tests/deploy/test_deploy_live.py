@@ -15,9 +15,9 @@ from ddtree.cli.app import app
 from ddtree.deploy import status
 from ddtree.deploy.compare import Limits, Measured, judge
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Member
 from ddtree.deploy.live import Answer, Endpoint, acceptance_of, mode_of, same_tokens_promised
 from ddtree.deploy.site import endpoint
-from ddtree.deploy.state import Member
 from ddtree.deploy.trial import Seen, Trial, of_answers, of_counters
 from ddtree.deploy.unit_file import parse
 from fakes import Deployed, make

@@ -11,6 +11,7 @@ import pytest
 from ddtree.deploy import state as room
 from ddtree.deploy.atomic import link, write
 from ddtree.deploy.failures import DeployFailed, Locked
+from ddtree.deploy.generation import Generation
 from ddtree.deploy.state import Folder, Operation, State
 
 UNIT = "[Service]\nExecStart=/bin/true --port 1\nEnvironmentFile=/place/env/chat-0.env\n"
@@ -24,7 +25,7 @@ FACTS = {
 }  # fmt: skip
 
 
-def add(folder: Folder, environment: str = 'A="1"\n') -> room.Generation:
+def add(folder: Folder, environment: str = 'A="1"\n') -> Generation:
     """One more generation."""
     return folder.add({"systemd/chat-0.service": UNIT, "env/chat-0.env": environment}, FACTS, "name = 'chat'", [])
 

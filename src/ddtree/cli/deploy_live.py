@@ -71,7 +71,7 @@ def status(
     """Show what each replica does. Exit code 1 where one is not well, or a command was interrupted."""
     from ddtree.deploy import commands
     from ddtree.deploy import status as room
-    from ddtree.deploy.generations import draft
+    from ddtree.deploy.draft import draft
 
     asked = _asked(file, sets, host, manager, True, as_json, None, 1.0)
     found = room.look(commands.open_site(asked, draft(asked.path, asked.sets, asked.host)[0]))

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from ddtree.deploy.compare import Checks
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Generation, Member
 from ddtree.deploy.procs import tree_memory
 from ddtree.deploy.site import Site, check_free, endpoint, put_files
-from ddtree.deploy.state import Beside, Generation, Member
+from ddtree.deploy.state import Beside
 from ddtree.deploy.unit_file import parse
 
 ROOM = 1.1  # what must be free, as a multiple of what the running replica holds

@@ -18,11 +18,12 @@ from ddtree.deploy.converge import (
     put_back,
 )  # fmt: skip
 from ddtree.deploy.doors import router_change
+from ddtree.deploy.draft import Draft, draft, shadow
 from ddtree.deploy.failures import DeployFailed
-from ddtree.deploy.generations import Draft, draft, shadow
+from ddtree.deploy.generation import Generation
 from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.spec import Deployment
-from ddtree.deploy.state import Folder, Generation
+from ddtree.deploy.state import Folder
 
 OURS = ("generations", "current", "previous", "state.json", "lock", "run", "logs", "env", "nginx")
 KEEPABLE = ("generations", "logs")

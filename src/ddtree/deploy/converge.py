@@ -10,9 +10,10 @@ from ddtree.deploy import beside
 from ddtree.deploy.compare import Checks
 from ddtree.deploy.doors import router_change, turn_router
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Generation, Member
 from ddtree.deploy.live import Endpoint
 from ddtree.deploy.site import Site, endpoint, put_files
-from ddtree.deploy.state import Generation, Member, begin
+from ddtree.deploy.state import begin
 from ddtree.errors import DDTreeError
 
 

@@ -5,9 +5,9 @@ import time
 from pathlib import Path
 
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Door, Generation
 from ddtree.deploy.routers import Nginx
 from ddtree.deploy.site import POLL_S, SHOWN, Site, check_free
-from ddtree.deploy.state import Door, Generation
 
 LISTENS_S = 20.0  # for a router to take connections
 

@@ -9,10 +9,11 @@ from pathlib import Path
 
 from ddtree.deploy.atomic import write
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Generation, Member
 from ddtree.deploy.live import Endpoint
 from ddtree.deploy.managers import Manager
 from ddtree.deploy.routers import Nginx, Router, SGLangRouter
-from ddtree.deploy.state import Folder, Generation, Member, State
+from ddtree.deploy.state import Folder, State
 from ddtree.deploy.unit_file import Unit
 
 POLL_S = 0.2

@@ -8,9 +8,10 @@ from ddtree.bench.suite import load_prompts
 from ddtree.deploy.compare import Checks
 from ddtree.deploy.converge import Way, guarded, replace_one
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Generation
 from ddtree.deploy.live import Answer, Endpoint
 from ddtree.deploy.site import Site, endpoint
-from ddtree.deploy.state import Generation, begin
+from ddtree.deploy.state import begin
 
 LOOK_S = 0.5
 ROUNDS, DISAGREED = "ddtree_shadow_rounds_total", "ddtree_shadow_disagreements_total"

@@ -7,10 +7,11 @@ from typing import Any
 
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.folder import difference
+from ddtree.deploy.generation import Door, Generation, Member
 from ddtree.deploy.render import render
 from ddtree.deploy.routers import has
 from ddtree.deploy.spec import Deployment, load
-from ddtree.deploy.state import Door, Folder, Generation, Member
+from ddtree.deploy.state import Folder
 from ddtree.deploy.units import reached
 from ddtree.errors import InvalidOption
 
