@@ -79,6 +79,7 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
     },
     "models": {"as_json": ["--json"]},
     "train": {},  # a group: tests/training/test_train_cli.py has its commands
+    "deploy": {},  # a group: tests/deploy/test_deploy_cli.py has its commands
     "doctor": {
         "engine": ["--engine", "embedded"],
         "model": ["--model", "/some/folder"],

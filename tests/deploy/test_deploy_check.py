@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from a_deployment import made
 
+from a_deployment import made
 from ddtree.cli import app
 from ddtree.deploy import applied, findings, folder
 from ddtree.deploy.check import Report, check

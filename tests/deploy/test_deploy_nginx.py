@@ -14,8 +14,8 @@ from pathlib import Path
 
 import httpx
 import pytest
-from a_deployment import made
 
+from a_deployment import made
 from ddtree.deploy.nginx import config
 from ddtree.deploy.spec import RouterPart
 

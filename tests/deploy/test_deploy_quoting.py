@@ -3,13 +3,13 @@
 from pathlib import Path
 
 import pytest
-from a_deployment import made
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from systemd_rules import LIBRARY, its_own_command, its_own_environment, read_command, read_environment
 
+from a_deployment import made
 from ddtree.deploy.quoting import command, environment_line, path
 from ddtree.deploy.render import render
+from systemd_rules import LIBRARY, its_own_command, its_own_environment, read_command, read_environment
 
 needs_systemd = pytest.mark.skipif(
     LIBRARY is None, reason="libsystemd-shared-252 is not installed: apt-get install systemd"

@@ -10,15 +10,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from a_deployment import PYTHON, made
-from systemd_rules import read_command, read_environment
 
+from a_deployment import PYTHON, made
 from ddtree.deploy import folder, nginx
 from ddtree.deploy.limits import systemd_here
 from ddtree.deploy.render import MADE, place, render
 from ddtree.deploy.spec import Deployment, RouterPart
 from ddtree.deploy.units import health_url
 from ddtree.errors import InvalidOption
+from systemd_rules import read_command, read_environment
 
 ANALYZE = shutil.which("systemd-analyze")
 needs_analyze = pytest.mark.skipif(ANALYZE is None, reason="systemd-analyze is not here: apt-get install systemd")

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from a_deployment import PYTHON, made, written
 from hypothesis import given
 from hypothesis import strategies as st
 
+from a_deployment import PYTHON, made, written
 from ddtree.deploy.spec import HERE, Deployment, RouterPart
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption, ModelNotFound
 

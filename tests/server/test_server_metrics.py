@@ -9,6 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from ddtree.engine.observer import RoundRecord
+from ddtree.engine.result import Shadow
 from ddtree.server.metrics import Histogram, Metrics, RecentDrafts
 from ddtree.server.options import ServerOptions
 
@@ -107,6 +108,24 @@ async def test_rounds_and_speculation(scrape, chat):
     assert seen("ddtree_tree_depth_bucket", le="2.0") == 0
     assert seen("ddtree_round_sequences_sum") == 8
     assert seen("ddtree_stage_seconds_total", stage="verify") >= 0
+
+
+@pytest.mark.anyio
+async def test_what_the_trees_of_shadows_would_have_had(scrape, chat, engine):
+    await chat("Hi")
+    assert (await scrape())("ddtree_shadow_rounds_total") == 0
+    engine.shadow = Shadow(2.0, 3.0, True)
+    await chat("Hi")
+    engine.shadow = Shadow(2.0, 1.0, False)
+    await chat("Hi")
+    engine.shadow = Shadow(None, None, None)  # an answer without a round
+    await chat("Hi")
+    seen = await scrape()
+    # The scripted engine tells 3 rounds an answer, in which 4 nodes were accepted.
+    assert seen("ddtree_shadow_rounds_total") == 6
+    assert seen("ddtree_shadow_chain_tokens_total") == 8
+    assert seen("ddtree_shadow_accepted_tokens_total") == 6  # two a round of the first
+    assert seen("ddtree_shadow_disagreements_total") == 1
 
 
 @pytest.mark.anyio

@@ -8,13 +8,14 @@ from typing import Annotated
 
 import typer
 
+from ddtree.cli import deploy_live
 from ddtree.errors import DDTreeError
 
 CANNOT_TELL = 2
 
 deploy = typer.Typer(
     name="deploy",
-    help="Services from one TOML file, which docs/deploy.md shows: render, check.",
+    help="Services from one TOML file, which docs/deploy.md shows: from its files to a rollout that can go back.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -82,3 +83,6 @@ def check(
 
     typer.echo(report.as_text(in_colour if coloured else plain, width))
     raise typer.Exit(report.exit_code)
+
+
+deploy_live.add(deploy)

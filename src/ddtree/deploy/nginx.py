@@ -24,6 +24,8 @@ events {{
 http {{
     access_log off;  # each server logs its own requests
     server_tokens off;
+    # A reload closes idle connections, and a request that is sent in that moment would be lost with its own.
+    keepalive_timeout 0;
     client_max_body_size {body}m;
     client_body_buffer_size {body}m;  # prompts are never written to a file
     # Under the folder that -p names:

@@ -90,6 +90,13 @@ class Exposition(Collector):
             ("ddtree_mode_accepted_tokens", "Nodes accepted, by mode; over the rounds: acceptance.", m.mode_accepted),
         ):
             yield _counters(name, said, [({"mode": mode}, count) for mode, count in counts.copy().items()])
+        for name, said, value in (
+            ("rounds", "Rounds of finished shadow-linear answers.", m.shadow_rounds),
+            ("chain_tokens", "Nodes that their chain had accepted.", m.shadow_chain),
+            ("accepted_tokens", "Nodes that their tree would have had accepted.", m.shadow_tree),
+            ("disagreements", "Such answers whose tree had other tokens than those that came.", m.shadow_disagreements),
+        ):
+            yield _counter(f"ddtree_shadow_{name}", said, value)
         for name, said, histogram in (
             ("round_seconds", "Time of a round.", m.round_seconds),
             ("round_sequences", "Sequences that shared a round.", m.round_batch),

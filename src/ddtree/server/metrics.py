@@ -120,6 +120,8 @@ class Metrics:
         self.accepted_counts: Counter[int] = Counter()  # rounds of one sequence, by how many nodes were accepted
         self.mode_rounds: Counter[str] = Counter()  # rounds of one sequence
         self.mode_accepted: Counter[str] = Counter()
+        # Of finished shadow-linear answers: rounds, nodes of the chain, nodes the tree would have had, disagreements.
+        self.shadow_rounds = self.shadow_chain = self.shadow_tree = self.shadow_disagreements = 0
         self.round_seconds = Histogram(ROUND_SECONDS)
         self.round_batch = Histogram(SMALL)
         self.tree_nodes = Histogram(SMALL)
@@ -189,11 +191,22 @@ class Metrics:
         self.queue.observe(generation.queue_seconds)
         self.prefill.observe(generation.prefill_seconds)
         self.decode.observe(generation.decode_seconds)
+        self._shadowed(generation)
         count = len(generation.token_ids)
         self.prompt_lengths.observe(generation.prompt_tokens)
         self.answer_lengths.observe(count)
         if count > 1:
             self.per_token.observe(generation.decode_seconds / (count - 1))
+
+    def _shadowed(self, generation: "Generation") -> None:
+        shadow = generation.shadow
+        if shadow is None or shadow.tree_acceptance_length is None:  # another mode, or no round
+            return
+        rounds = generation.speculative.rounds
+        self.shadow_rounds += rounds
+        self.shadow_chain += generation.speculative.accepted
+        self.shadow_tree += round((shadow.tree_acceptance_length - 1) * rounds)  # a whole number over the rounds
+        self.shadow_disagreements += shadow.agree is False
 
     # HTTP.
 
