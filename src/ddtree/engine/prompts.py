@@ -17,7 +17,7 @@ from ddtree.target import Target
 log = logging.getLogger("ddtree.engine")
 
 PADDED = (16, 32, 64, 128)  # rows that short pieces are padded to on a GPU
-SHORT = 512  # tokens; longer pieces are launched as they are: one forward is faster then than several (docs/log.md)
+SHORT = 256  # tokens; longer pieces are launched as they are: one forward is then as fast as several (docs/log.md)
 _KINDS = (1, 2, 16)  # a kernel is compiled for a number of rows that is 1, one that 16 divides, and any other
 
 
