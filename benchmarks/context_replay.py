@@ -107,7 +107,7 @@ def collect(
 
 def rounds(record: Record, speculation: Speculation) -> int:
     """How many rounds an answer takes."""
-    mode, context = MODES[speculation.mode], SequenceContext.of(speculation, record.prompt, CPU)
+    mode, context = MODES[speculation.mode], SequenceContext.of(speculation, record.prompt)
     ranks, answer, count, done = ranks_needed(mode, speculation), record.answer, 0, 1
     if context is not None:
         context.commit(answer[:1])

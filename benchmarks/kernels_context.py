@@ -102,7 +102,7 @@ class Scene:
 
     def check(self, rounds: int, seed: int) -> None:
         """Raises AssertionError where the device does not do as the host does."""
-        hosts = [SequenceContext.of(self.speculation, text[:-1], HOST, self.capacity) for text in self.texts]
+        hosts = [SequenceContext.of(self.speculation, text[:-1], self.capacity) for text in self.texts]
         for host, text in zip(hosts, self.texts, strict=True):
             assert host is not None
             host.commit(text[-1:])

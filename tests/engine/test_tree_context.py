@@ -15,9 +15,10 @@ from ddtree.engine.modes import MODES as MODE_TABLE
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.errors import InvalidOption
 from ddtree.kernels import backend
+from ddtree.kernels.context import KINDS
 from ddtree.tree import Branch, Guesses, RoundState
 from ddtree.tree.matches import Confidence
-from scripted import CPU, ScriptedDrafter, ScriptedTarget, engine_for, scripted_engine
+from scripted import ScriptedDrafter, ScriptedTarget, engine_for, scripted_engine
 
 DRAFTING = [mode for mode in MODES if mode != "ar"]
 ASKING = [context for context in TREE_CONTEXTS if context != "off"]
@@ -218,8 +219,8 @@ def test_requests_of_one_engine_choose_for_themselves_and_keep_their_texts_apart
 
 def test_only_what_needs_it_keeps_an_index():
     for speculation in (Speculation("ar", tree_context="mix"), Speculation("tree"), Speculation("linear")):
-        assert SequenceContext.of(speculation, [1], CPU) is None
-    context = SequenceContext.of(Speculation("linear", tree_context="branch"), [1, 2], CPU)
+        assert SequenceContext.of(speculation, [1]) is None
+    context = SequenceContext.of(Speculation("linear", tree_context="branch"), [1, 2])
     tokens, log_q = [[5, 2], [5, 6], [5, 6]], [[-0.1, -3.0]] * 3
     assert context is not None
     assert context.guesses(tokens, log_q) is None, "before the first token there is no round"
@@ -254,7 +255,7 @@ def test_a_sequence_learns_from_what_became_of_its_guesses(kind):
 
 
 class TestOnADevice:
-    """Where the rows are laid by kernels, a context is what it says, and "auto" is off until it was measured."""
+    """Where the rows are laid by kernels, a context is what it says too."""
 
     @pytest.fixture(autouse=True)
     def _kernels(self, monkeypatch) -> None:
@@ -267,11 +268,11 @@ class TestOnADevice:
         for mode in MODES:
             engine.check([1], SamplingParams(max_tokens=2), Speculation(mode, tree_context=context))
 
-    def test_auto_is_off_and_says_so(self):
+    def test_auto_is_what_it_is_on_a_cpu(self):
         engine = engine_for(3, mode="tree", tree_context="auto")
-        assert engine.info()["tree_context"] == "off (auto: not measured on cpu)"
+        assert engine.info()["tree_context"] == "mix"
         assert engine_for(3, mode="tree").info()["tree_context"] == "off"
-        assert SequenceContext.of(engine.speculation, [1], CPU) is None
+        assert SequenceContext.of(engine.speculation, [1]).plan == KINDS["mix"]
 
 
 def test_info_says_what_runs():

@@ -116,9 +116,7 @@ class Rounds:
 
     def __init__(self, lanes, prompts, depth: int, ranks: int, device: torch.device) -> None:
         self.lanes, self.depth, self.ranks, self.device = lanes, depth, ranks, device
-        self.hosts = [
-            SequenceContext.of(s, p, torch.device("meta"), CAPACITY) for s, p in zip(lanes, prompts, strict=True)
-        ]
+        self.hosts = [SequenceContext.of(s, p, CAPACITY) for s, p in zip(lanes, prompts, strict=True)]
         for host in self.hosts:
             if host:
                 host.commit([1])
@@ -127,7 +125,7 @@ class Rounds:
         for tensor, value in ((self.store.text, GARBAGE), (self.store.tables, 50_000)):
             tensor.fill_(value)
         self.slots = list(range(len(lanes), 0, -1))
-        asked = [SequenceContext.of(s, p, torch.device("meta"), CAPACITY) for s, p in zip(lanes, prompts, strict=True)]
+        asked = [SequenceContext.of(s, p, CAPACITY) for s, p in zip(lanes, prompts, strict=True)]
         for context in asked:
             if context:
                 context.commit([1])

@@ -56,7 +56,7 @@ TreeContext = Annotated[
     typer.Option(
         "--tree-context",
         help="What drafts take from the text so far: off; branch, what followed its last tokens before; mix, the same "
-        "behind every node; auto, what suits the device.",
+        "behind every node; auto, the best measured: mix.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]

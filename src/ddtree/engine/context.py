@@ -5,30 +5,18 @@ from collections.abc import Sequence
 import torch
 
 from ddtree.config import Speculation
-from ddtree.kernels.backend import usable
 from ddtree.kernels.context import KINDS, TextStore
 from ddtree.tree import Context, Guesses, Matches, TextIndex
 from ddtree.tree.matches import Confidence
 
 # off: the drafter's scores alone. branch: what followed the last tokens where they stood before, from the root on.
 # mix: the same behind every node, by the node's own path.
-AUTO = "mix"  # what "auto" is where the host lays the rows
+AUTO = "mix"  # what "auto" is: the fastest measured, on a CPU and on an H200 (docs/log.md)
 
 
-def settle(tree_context: str, device: torch.device) -> str:
-    """off, branch or mix: what a `tree_context` means on a device.
-
-    "auto" is off where the device lays the rows itself: what a context gains and costs there was not measured yet.
-    """
-    if tree_context != "auto":
-        return tree_context
-    return "off" if usable(device) else AUTO
-
-
-def describe(tree_context: str, device: torch.device) -> str:
-    """`settle` for people: says so where "auto" is off, and why."""
-    settled = settle(tree_context, device)
-    return f"off (auto: not measured on {device})" if (tree_context, settled) == ("auto", "off") else settled
+def settle(tree_context: str) -> str:
+    """off, branch or mix: what a `tree_context` means."""
+    return AUTO if tree_context == "auto" else tree_context
 
 
 class SequenceContext:
@@ -47,11 +35,9 @@ class SequenceContext:
         self.plan = KINDS[kind]  # as PlanRow.context has it
 
     @classmethod
-    def of(
-        cls, speculation: Speculation, prompt: Sequence[int], device: torch.device, room: int = 0
-    ) -> "SequenceContext | None":
+    def of(cls, speculation: Speculation, prompt: Sequence[int], room: int = 0) -> "SequenceContext | None":
         """None where the mode drafts nothing, or the context is off."""
-        kind = settle(speculation.tree_context, device)
+        kind = settle(speculation.tree_context)
         return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt, room)
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:

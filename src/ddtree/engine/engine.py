@@ -12,7 +12,7 @@ import torch
 from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
-from ddtree.engine.context import SequenceContext, describe
+from ddtree.engine.context import SequenceContext, settle
 from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
@@ -92,7 +92,7 @@ class Engine:
             return
         sampler = RowSampler(SamplingParams(), 0, (), spec.vocab_size, spec.device)
         try:
-            text = SequenceContext.of(self.speculation, [], spec.device)
+            text = SequenceContext.of(self.speculation, [])
             self.scheduler.warm_up(Lane(self.speculation, sampler, self.drafter, text))
         except torch.OutOfMemoryError as error:
             raise InvalidOption(
@@ -120,7 +120,7 @@ class Engine:
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
             "rounds": self._rounds(),
-            "tree_context": describe(self.speculation.tree_context, spec.device),
+            "tree_context": settle(self.speculation.tree_context),
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
             "draft_vocab": self._draft_vocab(),
@@ -274,7 +274,7 @@ class Engine:
             params, draw_seed(params), prompt, spec.vocab_size, spec.device,
             matcher=self._matcher(params), end_ids=spec.end_ids,
         )  # fmt: skip
-        text = SequenceContext.of(speculation, prompt, spec.device, self.max_model_len)
+        text = SequenceContext.of(speculation, prompt, self.max_model_len)
         return Request(
             prompt=prompt,
             params=params,

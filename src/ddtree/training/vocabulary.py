@@ -41,7 +41,7 @@ def write_draft_vocabulary(data: Path, folder: Path, size: int) -> dict[str, Any
     chats = [chat for chat in read_all(data) if not chat.heldout]
     answers, prompts = count(chats, vocab)
     about = {
-        "model": facts["model"],
+        "model": Path(facts["model"]).name,  # the file travels: no path of whoever made it
         "settings": facts["settings"],
         "chats": len(chats),
         "answer_tokens": int(answers.sum()),
