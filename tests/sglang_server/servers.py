@@ -24,10 +24,16 @@ CONTEXT = 96
 START_S, ANSWER_S = 300, 240  # limits; a start takes half a minute on an idle machine
 PROMPTS = [[10, 20, 30, 40, 50], [7, 99, 123, 45, 300, 6, 77], [200, 201, 5, 9], [33, 34, 35, 36, 37, 38, 39, 40]]
 LONG = [11 + 3 * i for i in range(CONTEXT - 20)]
-TOKENS = 16
+TOKENS, PENALISED = 16, 32
 MODELS = {"__init__", "registry", "utils", "qwen3", "dflash"}  # modules of sglang.srt.models
 REGEX = "(yes|no), [a-z]{3,8}!"
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
+PENALTIES: list[dict[str, Any]] = [  # one for each prompt; the bias makes tokens repeat without them
+    {"frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": {"17": 4.0, "23": 4.0}},
+    {"repetition_penalty": 1.3, "logit_bias": {"17": 4.0, "23": 4.0}},
+    {},
+    {"presence_penalty": 1.5, "repetition_penalty": 0.8, "min_new_tokens": 6, "logit_bias": {"0": 8.0, "29": 6.0}},
+]
 
 
 @dataclass
@@ -110,7 +116,9 @@ class Answers:
     sampled: list[Any] = field(default_factory=list)
     regex: Any = None
     biased: Any = None
-    penalised: Any = None  # wants to end at once, and is kept from it for four tokens
+    penalised: list[Any] = field(default_factory=list)  # each prompt by its penalties, alone
+    penalised_together: list[Any] = field(default_factory=list)
+    least: Any = None  # wants to end at once, and is kept from it for four tokens
     aborted: Any = None
     after: Any = None  # the first prompt, once more, after all that
     metrics: str = ""
@@ -130,7 +138,11 @@ def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
     found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
     found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)
     found.biased = server.generate(PROMPTS[0], logit_bias={"17": 60.0})
-    found.penalised = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)
+    asked = list(zip(PROMPTS, PENALTIES, strict=True))
+    found.penalised = [server.generate(ids, PENALISED, **penalties) for ids, penalties in asked]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found.penalised_together = list(pool.map(lambda one: server.generate(one[0], PENALISED, **one[1]), asked))
+    found.least = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)
     found.aborted = _aborted(server)
     found.after = server.generate(PROMPTS[0])
     found.requests = {name: server.generate(PROMPTS[0], custom_params=asked) for name, asked in requests.items()}

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddtree.tree import RoundState, Rows
+
 WIDTH, VOCABULARY = 4, 10
 
 
@@ -78,18 +80,21 @@ def test_ranks_take_what_the_first_drew() -> None:
 def test_adjustments_reach_all_rows_of_their_request() -> None:
     from ddtree.sglang.choose import adjust
 
-    additive, bias = torch.zeros(2, VOCABULARY), torch.zeros(2, VOCABULARY)
-    additive[0, 1], bias[1, 2] = -3.0, 5.0
-    scaling = torch.ones(2, VOCABULARY)
-    scaling[1, 3] = 2.0
+    bias = torch.zeros(2, VOCABULARY)
+    bias[1, 2] = 5.0
+    state = RoundState.allocate(2, WIDTH, 1, torch.device("cpu"))
+    rows = Rows(state.tokens, state.parents, state.depths, state.ancestors)
+    seen = []
+    penalties = SimpleNamespace(apply=lambda logits, rows: seen.append(rows) or logits[:WIDTH, 1].fill_(1.0))
     logits = torch.full((2 * WIDTH, VOCABULARY), 4.0)
     mask = SimpleNamespace(apply=lambda logits: logits[:, 9].fill_(-torch.inf))
-    told = info(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
-    adjust(logits, told, WIDTH, mask)
+    own = torch.full((2, VOCABULARY), -9.0)  # what SGLang accumulates itself, which counts elsewhere
+    adjust(logits, info(acc_additive_penalties=own, logit_bias=bias), rows, mask, penalties)
+    assert seen == [rows]
     assert (logits[:WIDTH, 1] == 1.0).all()
     assert (logits[WIDTH:, 1] == 4.0).all()
     assert (logits[WIDTH:, 2] == 9.0).all()
-    assert (logits[WIDTH:, 3] == 2.0).all()
+    assert (logits[WIDTH:, 3:9] == 4.0).all()
     assert (logits[:WIDTH, 2:9] == 4.0).all()
     assert (logits[:, 9] == -torch.inf).all()
 
