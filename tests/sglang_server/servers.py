@@ -84,7 +84,9 @@ def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
     command += ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
     environment |= {
-        "PYTHONPATH": f"{HERE / 'plugin'}{os.pathsep}{HERE / 'stubs'}",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE / "plugin"), str(HERE / "stubs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",

@@ -135,3 +135,23 @@ def test_a_verify_input_is_a_tree_to_sglang() -> None:
     assert (tree.max_tree_depth, tree.tree_topk, tree.draft_token_num, tree.num_tokens_per_req) == (8, -1, 16, 16)
     assert tree.is_verify_input()
     assert tree.topk > 1
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False)])
+def test_recurrent_states_have_the_type_of_the_model(
+    dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.configs import hybrid_arch
+
+    from ddtree.errors import InvalidOption
+    from ddtree.sglang.algorithm import _check_recurrent
+
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda model: model.hf_config)
+    model = SimpleNamespace(dtype=getattr(torch, dtype), hf_config=SimpleNamespace())
+    server_args = SimpleNamespace(get_model_config=lambda: model)
+    if refused:
+        with pytest.raises(InvalidOption, match="set SGLANG_MAMBA_CONV_DTYPE=float16"):
+            _check_recurrent(server_args)
+        monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", dtype)
+    _check_recurrent(server_args)

@@ -1,8 +1,8 @@
 """Penalties, counted on the device: every row has those of all committed tokens and of its own path through the tree.
 
-SGLang counts tokens on the host, one a round and, under overlap, a round late. Here the counts live where the rounds run,
-on their stream and in their order, so the host waits for nothing, and each row is given what plain decoding without
-overlap would give it at that place.
+SGLang counts tokens on the host, one a round and, under overlap, a round late. Here the counts live where the rounds
+run, on their stream and in their order, so the host waits for nothing, and each row is given what plain decoding
+without overlap would give it at that place.
 """
 
 from collections.abc import Sequence
