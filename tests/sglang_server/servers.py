@@ -28,11 +28,13 @@ TOKENS, PENALISED = 16, 32
 MODELS = {"__init__", "registry", "utils", "qwen3", "dflash"}  # modules of sglang.srt.models
 REGEX = "(yes|no), [a-z]{3,8}!"
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
-PENALTIES: list[dict[str, Any]] = [  # one for each prompt; the bias makes tokens repeat without them
-    {"frequency_penalty": 0.5, "presence_penalty": 0.25, "logit_bias": {"17": 4.0, "23": 4.0}},
-    {"repetition_penalty": 1.3, "logit_bias": {"17": 4.0, "23": 4.0}},
+FEW = {str(token): 60.0 for token in range(17, 65, 4)}  # nothing else is said, so that every penalty matters
+BIASES: list[dict[str, Any]] = [{"logit_bias": FEW}, {"logit_bias": FEW}, {}, {"logit_bias": FEW | {"0": 66.0}}]
+PENALTIES: list[dict[str, Any]] = [  # one for each prompt
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.8},
     {},
-    {"presence_penalty": 1.5, "repetition_penalty": 0.8, "min_new_tokens": 6, "logit_bias": {"0": 8.0, "29": 6.0}},
+    {"frequency_penalty": 0.5, "presence_penalty": 2.0, "repetition_penalty": 1.3, "min_new_tokens": 6},
 ]
 
 
@@ -120,6 +122,7 @@ class Answers:
     biased: Any = None
     penalised: list[Any] = field(default_factory=list)  # each prompt by its penalties, alone
     penalised_together: list[Any] = field(default_factory=list)
+    unpenalised: list[Any] = field(default_factory=list)  # the same without penalties
     least: Any = None  # wants to end at once, and is kept from it for four tokens
     aborted: Any = None
     after: Any = None  # the first prompt, once more, after all that
@@ -140,8 +143,9 @@ def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
     found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
     found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)
     found.biased = server.generate(PROMPTS[0], logit_bias={"17": 60.0})
-    asked = list(zip(PROMPTS, PENALTIES, strict=True))
+    asked = [(ids, bias | penalties) for ids, bias, penalties in zip(PROMPTS, BIASES, PENALTIES, strict=True)]
     found.penalised = [server.generate(ids, PENALISED, **penalties) for ids, penalties in asked]
+    found.unpenalised = [server.generate(ids, PENALISED, **bias) for ids, bias in zip(PROMPTS, BIASES, strict=True)]
     with ThreadPoolExecutor(len(asked)) as pool:
         found.penalised_together = list(pool.map(lambda one: server.generate(one[0], PENALISED, **one[1]), asked))
     found.least = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CONTEXT, LONG, PENALISED, PROMPTS, REGEX, TOKENS, Answers, ask, serve
+from servers import CONTEXT, LONG, PENALISED, PENALTIES, PROMPTS, REGEX, TOKENS, Answers, ask, serve
 from tiny import BLOCK, make_drafter, make_target
 
 from ddtree.sglang.stages import STAGES
@@ -121,8 +121,10 @@ def test_penalties(plain: Answers, answers: Answers, mode: str) -> None:
     wanted = [ids(a) for a in plain.penalised]
     assert [ids(a) for a in answers.penalised] == wanted
     assert [ids(a) for a in answers.penalised_together] == wanted
-    for index in (0, 1, 3):  # they repeat themselves, and less than a bias alone makes them
-        assert 2 < len(set(wanted[index])) < PENALISED
+    assert [ids(a) for a in answers.unpenalised] == [ids(a) for a in plain.unpenalised]
+    told = [ids(a) != one for a, one in zip(plain.unpenalised, wanted, strict=True)]
+    assert told == [bool(penalties) for penalties in PENALTIES]
+    assert all(len(set(one)) < PENALISED for one in wanted)  # tokens are said again, and counted again
     assert sum(a["meta_info"]["spec_accept_length"] for a in answers.penalised) > 1.5 * len(wanted)
 
 
