@@ -129,6 +129,7 @@ def ask(server: Server, asked: Sequence[list[int]], tokens: int) -> dict[str, An
 
 def main() -> None:
     """See the top of the file."""
+    known = list(dict.fromkeys(name for names in SERVERS.values() for name in names))
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True)
     made.add_argument("--prompts", type=int, default=6)
@@ -138,7 +139,11 @@ def main() -> None:
     made.add_argument("--limit", type=float, default=0.1, help="largest float32 regret, in logits")
     made.add_argument("--make-only", action="store_true", help="only make the models, and say what the target does")
     made.add_argument("passed", nargs="*", help="after --: options for every server")
+    made.add_argument("--only", default=",".join(known), help="servers by name; plain is what the others are held to")
     options = made.parse_args()
+    only = options.only.split(",")
+    if not {*only} <= {*known}:
+        made.error(f"--only {options.only}: choose from {', '.join(known)}")
     folder = options.out.with_name(f"{options.out.stem}-files").resolve()
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "target"
@@ -162,7 +167,9 @@ def main() -> None:
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
     report["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
     asked = prompts(options.prompts)
-    for kind, names in SERVERS.items():
+    report["asked"] = [f"{name} {kind}" for kind, names in SERVERS.items() for name in names if name in only]
+    for kind, every in SERVERS.items():
+        names = [name for name in every if name in only]
         logs = folder / f"logs-{kind}"
         logs.mkdir(exist_ok=True)
         settings = Settings(str(target), str(folder / kind), logs, words, options.tp)
@@ -214,17 +221,12 @@ def verdict(report: dict[str, Any], limit: float) -> list[str]:
     """What is not as it should be; also, into the report, whose answers are plain decoding's.
 
     Args:
-        report: `servers` and `float32_regret`, as they are written.
+        report: `asked`, `servers` and `float32_regret`, as they are written.
         limit: logits. A regret may be as large, or as large as plain decoding's own over the same prompts.
     """
     servers, regrets = report["servers"], report["float32_regret"]
     problems = [f"{name}: {found['problem']}" for name, found in servers.items() if "ids" not in found]
-    problems += [
-        f"{name} {kind}: missing"
-        for kind, names in SERVERS.items()
-        for name in names
-        if f"{name} {kind}" not in servers
-    ]
+    problems += [f"{name}: missing" for name in report["asked"] if name not in servers]
     plain = servers.get("plain right", {})
     for name, found in servers.items():
         if "ids" in found and "ids" in plain:
