@@ -32,7 +32,8 @@ import sglang_checks as checks
 import sglang_judge as judge
 from common import machine
 from ddtree.bench.suite import load_prompts
-from sglang_servers import MODES, Ended, Server, Settings, each, parts, start, wait
+from sglang_servers import MODES, Ended, Server, Settings, each, parts
+from sglang_start import bring_up
 
 ONLY = "plain,dflash,linear,shadow31,tree31"
 SMOKE = (3, 32)  # prompts and tokens
@@ -73,12 +74,7 @@ class Run:
 
     def start(self, names: Sequence[str]) -> list[Server]:
         """Servers, those that came up and those that did not; all are in the report."""
-        servers = start(names, self.settings)
-        try:
-            wait(servers, self.options.start_s)
-        except BaseException:
-            stop(servers)
-            raise
+        servers = bring_up(names, self.settings, self.options.start_s, self.options.flashinfer_start_s)
         for server in servers:
             self.note(server.name, up_s=server.up_s, problem=server.problem)
         return servers
@@ -319,6 +315,9 @@ def _options() -> argparse.Namespace:
     )
     made.add_argument("--tokens", type=int, default=65536, help="--max-total-tokens of every server")
     made.add_argument("--start-s", type=float, default=240, help="for a server to come up")
+    made.add_argument(
+        "--flashinfer-start-s", type=float, default=420, help="for one that compiles FlashInfer's kernels"
+    )
     made.add_argument("--limit-s", type=float, default=540, help="for the servers; judging comes after it")
     made.add_argument("--engine", action="store_true", help="our own engine on the same prompts too: acceptance")
     made.add_argument("--no-judge", dest="judge", action="store_false", help="no float32 regret, no engine")

@@ -1,4 +1,4 @@
-"""SGLang servers of a benchmark: their commands, their starts side by side, what they are asked, and their ends."""
+"""SGLang servers of a benchmark: their commands, what they are asked, their ends. sglang_start.py waits for them."""
 
 import json
 import os
@@ -15,7 +15,7 @@ import urllib.request
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
-from itertools import cycle, islice
+from itertools import cycle, islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,10 @@ FIXED = {
     "nooverlap": ["--disable-overlap-schedule"],
 }
 ENVIRONMENT = {"nopdl": {"DDTREE_OVERLAP": "0"}}  # our kernels without programmatic dependent launch
+SEVERAL = [  # for more than one GPU: NCCL alone; what SGLang turns on beside it hung where servers started together
+    "--disable-custom-all-reduce",
+    "--enforce-disable-flashinfer-allreduce-fusion",
+]
 LINES = 60  # of a dead server's log
 BROKEN = ("Scheduler hit an exception", "SIGQUIT received")  # SGLang then takes a minute to end, and answers nothing
 MODES = {"linear": "linear", "shadow": "shadow-linear", "tree": "tree"}
@@ -80,6 +84,13 @@ class Server:
     started: float = field(default_factory=time.monotonic)
     up_s: float | None = None
     problem: str | None = None  # why it is asked no more
+
+    @property
+    def flashinfer(self) -> bool:
+        """Whether it compiles FlashInfer's kernels, the last of them in its first request."""
+        words, _ = words_of(self.name, self.settings)
+        found = [after for flag, after in pairwise(words) if flag == "--attention-backend"]
+        return found[-1:] == ["flashinfer"]
 
     @property
     def mode(self) -> str:
@@ -184,7 +195,7 @@ def words_of(name: str, settings: Settings) -> tuple[list[str], int]:
             gpus = int(number)
         elif extra not in ENVIRONMENT and (key != "block" or mode != "plain"):
             words += [NUMBERED[key], str(int(number) / 100) if key == "optimism" else number]
-    return [*words, "--tp-size", str(gpus)], gpus
+    return [*words, "--tp-size", str(gpus), *(SEVERAL if gpus > 1 else [])], gpus
 
 
 def start(names: Sequence[str], settings: Settings) -> list[Server]:
@@ -214,26 +225,6 @@ def start(names: Sequence[str], settings: Settings) -> list[Server]:
         servers.append(Server(name, port, process, log, settings))
         threading.Thread(target=servers[-1].watch, daemon=True).start()
     return servers
-
-
-def wait(servers: Sequence[Server], most: float) -> list[Server]:
-    """Those that come up within `most` seconds; each is told as it comes up or fails."""
-    waiting = list(servers)
-    while waiting:
-        for server in list(waiting):
-            seconds = time.monotonic() - server.started
-            if server.process.poll() is not None:
-                server.fail(f"ended with code {server.process.returncode} after {seconds:.0f} s")
-            elif server.healthy():
-                server.up_s = round(seconds, 1)
-                print(f"{server.name}: up after {seconds:.0f} s", flush=True)
-            elif seconds > most or time.monotonic() > server.settings.end:
-                server.fail(f"not up after {seconds:.0f} s")
-            else:
-                continue
-            waiting.remove(server)
-        time.sleep(0.3)
-    return [server for server in servers if server.problem is None]
 
 
 def each(servers: Sequence[Server], action: Callable[[Server], Any]) -> dict[str, Any]:

@@ -24,10 +24,18 @@ CONTEXT = 96
 START_S, ANSWER_S = 300, 240  # limits; a start takes half a minute on an idle machine
 PROMPTS = [[10, 20, 30, 40, 50], [7, 99, 123, 45, 300, 6, 77], [200, 201, 5, 9], [33, 34, 35, 36, 37, 38, 39, 40]]
 LONG = [11 + 3 * i for i in range(CONTEXT - 20)]
-TOKENS = 16
+TOKENS, PENALISED = 16, 32
 MODELS = {"__init__", "registry", "utils", "qwen3", "dflash"}  # modules of sglang.srt.models
 REGEX = "(yes|no), [a-z]{3,8}!"
 SAMPLED = {"temperature": 1.0, "sampling_seed": 7}
+FEW = {str(token): 60.0 for token in range(17, 65, 4)}  # nothing else is said, so that every penalty matters
+BIASES: list[dict[str, Any]] = [{"logit_bias": FEW}, {"logit_bias": FEW}, {}, {"logit_bias": FEW | {"0": 66.0}}]
+PENALTIES: list[dict[str, Any]] = [  # one for each prompt
+    {"frequency_penalty": 1.5, "presence_penalty": 0.5},
+    {"repetition_penalty": 1.8},
+    {},
+    {"frequency_penalty": 0.5, "presence_penalty": 2.0, "repetition_penalty": 1.3, "min_new_tokens": 6},
+]
 
 
 @dataclass
@@ -78,7 +86,9 @@ def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
     command += ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
     environment |= {
-        "PYTHONPATH": f"{HERE / 'plugin'}{os.pathsep}{HERE / 'stubs'}",
+        "PYTHONPATH": os.pathsep.join(
+            [str(HERE / "plugin"), str(HERE / "stubs"), *filter(None, [os.environ.get("PYTHONPATH")])]
+        ),
         "TRITON_INTERPRET": "1",
         "OMP_NUM_THREADS": "1",
         "HF_HUB_OFFLINE": "1",
@@ -110,7 +120,10 @@ class Answers:
     sampled: list[Any] = field(default_factory=list)
     regex: Any = None
     biased: Any = None
-    penalised: Any = None  # wants to end at once, and is kept from it for four tokens
+    penalised: list[Any] = field(default_factory=list)  # each prompt by its penalties, alone
+    penalised_together: list[Any] = field(default_factory=list)
+    unpenalised: list[Any] = field(default_factory=list)  # the same without penalties
+    least: Any = None  # wants to end at once, and is kept from it for four tokens
     aborted: Any = None
     after: Any = None  # the first prompt, once more, after all that
     metrics: str = ""
@@ -130,7 +143,12 @@ def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
     found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
     found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)
     found.biased = server.generate(PROMPTS[0], logit_bias={"17": 60.0})
-    found.penalised = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)
+    asked = [(ids, bias | penalties) for ids, bias, penalties in zip(PROMPTS, BIASES, PENALTIES, strict=True)]
+    found.penalised = [server.generate(ids, PENALISED, **penalties) for ids, penalties in asked]
+    found.unpenalised = [server.generate(ids, PENALISED, **bias) for ids, bias in zip(PROMPTS, BIASES, strict=True)]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        found.penalised_together = list(pool.map(lambda one: server.generate(one[0], PENALISED, **one[1]), asked))
+    found.least = server.generate(PROMPTS[0], ignore_eos=False, logit_bias={"0": 90.0}, min_new_tokens=4)
     found.aborted = _aborted(server)
     found.after = server.generate(PROMPTS[0])
     found.requests = {name: server.generate(PROMPTS[0], custom_params=asked) for name, asked in requests.items()}

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from servers import CONTEXT, LONG, PROMPTS, REGEX, TOKENS, Answers, ask, serve
+from servers import CONTEXT, LONG, PENALISED, PENALTIES, PROMPTS, REGEX, TOKENS, Answers, ask, serve
 from tiny import BLOCK, make_drafter, make_target
 
 from ddtree.sglang.stages import STAGES
@@ -34,8 +34,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(folder: Path) -> Answers:
     with serve(folder, "plain", []) as server:
         answers = ask(server, {})
-    asked = [*PROMPTS, LONG, PROMPTS[1], PROMPTS[1], PROMPTS[1], PROMPTS[0]]
-    said = [*answers.alone, answers.limit, *answers.sampled, answers.biased]
+    asked = [*PROMPTS, LONG, PROMPTS[1], PROMPTS[1], PROMPTS[1], PROMPTS[0], *PROMPTS]
+    said = [*answers.alone, answers.limit, *answers.sampled, answers.biased, *answers.penalised]
     script = [ids + answer["output_ids"] for ids, answer in zip(asked, said, strict=True)]
     (folder / "script.json").write_text(json.dumps(script))
     return answers
@@ -115,13 +115,25 @@ def test_bias(plain: Answers, answers: Answers) -> None:
 
 
 def test_penalties(plain: Answers, answers: Answers, mode: str) -> None:
-    """SGLang counts one token a round there, so what is kept off for four tokens is kept off for four rounds."""
+    """Every committed token counts, and every token of a row's own path."""
     if mode == "linear":
         pytest.skip("stock DFLASH leaves penalties out")
-    wanted, found = ids(plain.penalised), ids(answers.penalised)
-    assert wanted[-1] == found[-1] == 0
-    assert len(found) >= len(wanted) >= 5
-    assert found[: len(wanted) - 1] == wanted[:-1]
+    wanted = [ids(a) for a in plain.penalised]
+    assert [ids(a) for a in answers.penalised] == wanted
+    assert [ids(a) for a in answers.penalised_together] == wanted
+    assert [ids(a) for a in answers.unpenalised] == [ids(a) for a in plain.unpenalised]
+    told = [ids(a) != one for a, one in zip(plain.unpenalised, wanted, strict=True)]
+    assert told == [bool(penalties) for penalties in PENALTIES]
+    assert all(len(set(one)) < PENALISED for one in wanted)  # tokens are said again, and counted again
+    assert sum(a["meta_info"]["spec_accept_length"] for a in answers.penalised) > 1.5 * len(wanted)
+
+
+def test_least_length(plain: Answers, answers: Answers, mode: str) -> None:
+    if mode == "linear":
+        pytest.skip("stock DFLASH leaves penalties out")
+    assert ids(plain.least)[-1] == 0
+    assert ids(answers.least) == ids(plain.least)
+    assert len(ids(plain.least)) == 5
 
 
 def test_abort(plain: Answers, answers: Answers) -> None:

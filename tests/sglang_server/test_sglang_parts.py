@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 
+from ddtree.tree import RoundState, Rows
+
 WIDTH, VOCABULARY = 4, 10
 
 
@@ -78,18 +80,21 @@ def test_ranks_take_what_the_first_drew() -> None:
 def test_adjustments_reach_all_rows_of_their_request() -> None:
     from ddtree.sglang.choose import adjust
 
-    additive, bias = torch.zeros(2, VOCABULARY), torch.zeros(2, VOCABULARY)
-    additive[0, 1], bias[1, 2] = -3.0, 5.0
-    scaling = torch.ones(2, VOCABULARY)
-    scaling[1, 3] = 2.0
+    bias = torch.zeros(2, VOCABULARY)
+    bias[1, 2] = 5.0
+    state = RoundState.allocate(2, WIDTH, 1, torch.device("cpu"))
+    rows = Rows(state.tokens, state.parents, state.depths, state.ancestors)
+    seen = []
+    penalties = SimpleNamespace(apply=lambda logits, rows: seen.append(rows) or logits[:WIDTH, 1].fill_(1.0))
     logits = torch.full((2 * WIDTH, VOCABULARY), 4.0)
     mask = SimpleNamespace(apply=lambda logits: logits[:, 9].fill_(-torch.inf))
-    told = info(acc_additive_penalties=additive, acc_scaling_penalties=scaling, logit_bias=bias)
-    adjust(logits, told, WIDTH, mask)
+    own = torch.full((2, VOCABULARY), -9.0)  # what SGLang accumulates itself, which counts elsewhere
+    adjust(logits, info(acc_additive_penalties=own, logit_bias=bias), rows, mask, penalties)
+    assert seen == [rows]
     assert (logits[:WIDTH, 1] == 1.0).all()
     assert (logits[WIDTH:, 1] == 4.0).all()
     assert (logits[WIDTH:, 2] == 9.0).all()
-    assert (logits[WIDTH:, 3] == 2.0).all()
+    assert (logits[WIDTH:, 3:9] == 4.0).all()
     assert (logits[:WIDTH, 2:9] == 4.0).all()
     assert (logits[:, 9] == -torch.inf).all()
 
@@ -130,3 +135,23 @@ def test_a_verify_input_is_a_tree_to_sglang() -> None:
     assert (tree.max_tree_depth, tree.tree_topk, tree.draft_token_num, tree.num_tokens_per_req) == (8, -1, 16, 16)
     assert tree.is_verify_input()
     assert tree.topk > 1
+
+
+@pytest.mark.parametrize(("dtype", "refused"), [("float16", True), ("bfloat16", False)])
+def test_recurrent_states_have_the_type_of_the_model(
+    dtype: str, refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from sglang.srt.configs import hybrid_arch
+
+    from ddtree.errors import InvalidOption
+    from ddtree.sglang.algorithm import _check_recurrent
+
+    monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
+    monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda model: model.hf_config)
+    model = SimpleNamespace(dtype=getattr(torch, dtype), hf_config=SimpleNamespace())
+    server_args = SimpleNamespace(get_model_config=lambda: model)
+    if refused:
+        with pytest.raises(InvalidOption, match="set SGLANG_MAMBA_CONV_DTYPE=float16"):
+            _check_recurrent(server_args)
+        monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", dtype)
+    _check_recurrent(server_args)

@@ -113,7 +113,26 @@ def _check(server_args: Any) -> None:
             "--linear-attn-verify-backend and --enable-linear-replayssm-spec, or --speculative-ddtree-mode linear"
         )
     server_args.linear_attn_verify_backend = "triton"
+    _check_recurrent(server_args)
     if server_args.speculative_draft_window_size is not None:
         raise InvalidOption(
             "DDTREE's trees know no --speculative-draft-window-size: drop it, or --speculative-ddtree-mode linear"
+        )
+
+
+def _check_recurrent(server_args: Any) -> None:
+    """SGLang's convolution of a tree takes states of the model's own type alone; they are bfloat16 in any model."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.mamba_utils import mamba2_state_dtype
+
+    model = server_args.get_model_config()
+    recurrent = mambaish_config(model)
+    if recurrent is None:
+        return
+    state, own = (str(one).removeprefix("torch.") for one in (mamba2_state_dtype(recurrent).conv, model.dtype))
+    if state != own:
+        raise InvalidOption(
+            f"SGLang keeps the convolution states of recurrent layers in {state}, and its kernel for trees wants the "
+            f"model's {own}: set SGLANG_MAMBA_CONV_DTYPE={own} in the environment, or --dtype {state}, or "
+            "--speculative-ddtree-mode linear"
         )

@@ -6,24 +6,25 @@ from typing import Any
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
 from sglang.srt.layers.sampler import apply_custom_logit_processor
-from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
 from torch import Tensor
+
+from ddtree.sglang.penalties import RoundPenalties
+from ddtree.tree import Rows
 
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
-def adjust(logits: Tensor, info: Any, width: int, grammar_mask: Any) -> None:
-    """Apply what a request asks of its logits to all its rows, in place. logits: [B * N, V].
+def adjust(logits: Tensor, info: Any, rows: Rows, grammar_mask: Any, penalties: RoundPenalties | None) -> None:
+    """Apply what a request asks of its logits to all its rows, in place. logits: [B * N, V]; rows: [B, N].
 
-    Penalties are SGLang's own for speculative decoding: every row has those of the committed tokens.
+    SGLang's own accumulated penalties, which `info` has, stay out: `penalties` counts in their place.
     """
+    width = rows.tokens.shape[1]
     if info is not None:
         if info.has_custom_logit_processor:
             apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
-        if info.acc_additive_penalties is not None:
-            logits.add_(info.acc_additive_penalties.repeat_interleave(width, 0))
-        if info.acc_scaling_penalties is not None:
-            apply_scaling_penalties(logits, info.acc_scaling_penalties.repeat_interleave(width, 0))
+        if penalties is not None:
+            penalties.apply(logits, rows)
         if info.logit_bias is not None:
             logits.add_(info.logit_bias.repeat_interleave(width, 0))
     if grammar_mask is not None:

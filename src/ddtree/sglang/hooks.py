@@ -61,13 +61,6 @@ def relays_hidden_states(original: Original, server_args: Any = None) -> bool:
     return str(get_spec().speculative_algorithm).upper() != "DDTREE" and bool(original(server_args))
 
 
-def count_penalties(original: Original, batch: Any) -> None:
-    """Before decoding: let penalties see the last token, as SGLang does for EAGLE and leaves out for DFLASH."""
-    if _is_tree_algorithm(batch.spec_algorithm) and batch.sampling_info.penalizer_orchestrator.is_required:
-        batch.cumulate_penalty_output_tokens()
-    original(batch)
-
-
 def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | None:
     """Why a request cannot be served: what stock DFLASH refuses, and custom_params that this server cannot honour."""
     from sglang.srt.runtime_context import get_spec

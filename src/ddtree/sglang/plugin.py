@@ -43,7 +43,6 @@ HOOKS = (
     ("model_executor.runner.base_runner.create_dummy_verify_input", hooks.dummy_verify_input, "AROUND"),
     ("mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len", hooks.row_headroom, "AROUND"),
     ("speculative.spec_utils.spec_need_hidden_states", hooks.relays_hidden_states, "AROUND"),
-    ("speculative.spec_utils.spec_prepare_for_decode", hooks.count_penalties, "AROUND"),
     ("model_executor.model_runner.ModelRunner._extend_forward_kwargs", hooks.drafted_embeddings, "AFTER"),
     (
         "managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter.update_spec_metrics",

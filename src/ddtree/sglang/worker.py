@@ -25,6 +25,7 @@ from ddtree.sglang import rows as lay
 from ddtree.sglang.choose import adjust, choose
 from ddtree.sglang.head import TopKHead
 from ddtree.sglang.options import Options
+from ddtree.sglang.penalties import Penalties
 from ddtree.sglang.room import Room
 from ddtree.sglang.stages import StageClock
 from ddtree.sglang.verify import TreeVerifyInput
@@ -48,6 +49,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.usual = self.options.plan(None, block)
         self._shadowed = False  # whether a request of this round verifies a tree beside the chain that it commits
         self._room: Room | None = None
+        self._penalties = Penalties(self.device)
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Stock warns where its own sampling needs a GPU; ours is SGLang's sampler, which runs everywhere."""
@@ -63,6 +65,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         """Stock for prefill and idle batches, else one round."""
         mode = batch.forward_mode
         if mode.is_extend() or batch.is_extend_in_batch or mode.is_idle() or batch.spec_info is None:
+            if mode.is_extend():
+                self._penalties.begin(batch.reqs, batch.sampling_info)
             return super().forward_batch_generation(batch, *rest, **named)
         return self.round(batch, *rest, **named)
 
@@ -84,9 +88,12 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         logits_output, graph, links, forward, grammar_mask = self._verify(batch, rows, block, grammar_barrier)
         clock.mark("verify")
         logits = logits_output.next_token_logits
-        adjust(logits, batch.sampling_info, self.width, grammar_mask)
+        penalties = self._penalties.of(batch.reqs, batch.sampling_info, bonus, lengths)
+        adjust(logits, batch.sampling_info, rows, grammar_mask, penalties)
         own = choose(logits, batch.sampling_info, links.positions, self.model_runner.sampler, self.group)
         accepted, other = self._accept(room, rows, own)
+        if penalties is not None:
+            penalties.keep(accepted)
         kept = lay.commit(accepted, lengths, block)
         if on_publish is not None:
             on_publish(kept.lengths)
