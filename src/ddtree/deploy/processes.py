@@ -82,7 +82,9 @@ class Processes:
         command = [word.replace("$MAINPID", str(pid)).replace("${MAINPID}", str(pid)) for word in unit.reload]
         environment = {**os.environ, **unit.settled_environment()}
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RELOAD_S)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=RELOAD_S
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeployFailed(f"{service} cannot be reloaded: {error}") from error
         if done.returncode:
