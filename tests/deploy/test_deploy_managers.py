@@ -92,6 +92,11 @@ def test_an_empty_value_takes_back_those_before_it() -> None:
     assert (found.argv, found.user) == (("/bin/true",), None)
 
 
+def test_a_long_line_ends_at_an_empty_one() -> None:
+    found = parse("it", "[Service]\nExecStart=/bin/true \\\n  --a \\\n\nUser=me\n")
+    assert (found.argv, found.user) == (("/bin/true", "--a"), "me")
+
+
 def test_an_environment_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     path = tmp_path / "x.env"
     found = parse("it", f"[Service]\nExecStart=/bin/true\nEnvironmentFile={path}\n")

@@ -130,6 +130,17 @@ def test_a_router_that_is_not_there() -> None:
         SGLangRouter("127.0.0.1:1").leave_out("127.0.0.1:2")
 
 
+def test_a_stand_in_gets_another_port_and_nothing_else() -> None:
+    unit = render(made(cpu_replicas=1, model="/m/x-30001", args=("--max-queue", "30001")))
+    before = unit["localhost/systemd/chat-0.service"]
+    after = beside.on_port(before, "30001", 31999)
+    assert after.count("31999") == 4, "command, health check, description, and what check reads"
+    assert after.count("/m/x-30001") == before.count("/m/x-30001")
+    assert "--max-queue 30001" in after
+    with pytest.raises(DeployFailed, match="names no port 30009"):
+        beside.on_port(before, "30009", 31999)
+
+
 class Reloads:
     """A manager that counts reloads, and may be killed before one."""
 

@@ -179,7 +179,7 @@ def _specifier(unit: str, letter: str, meant: dict[str, str]) -> str:
 def _entries(text: str) -> dict[str, list[str]]:
     """Every key's values in order; an empty value takes back those before it. Long lines may end in a backslash."""
     entries: dict[str, list[str]] = {}
-    for line in map(str.strip, re.sub(r"\\\n\s*", " ", text).splitlines()):
+    for line in map(str.strip, re.sub(r"\\\n[ \t]*", " ", text).splitlines()):
         if not line or line[0] in "#;[" or "=" not in line:
             continue
         key, _, value = line.partition("=")
