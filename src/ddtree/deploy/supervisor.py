@@ -69,12 +69,16 @@ class Supervisor:
             pause = min(self._unit.restart_s * GROWTH ** min(self._restarts, MOST_GROWTHS), self._unit.restart_most_s)
             self._write("waiting", code)
             print(f"{self._unit.name}: ended with {code}; started again in {pause:g} s", flush=True)
-            until = time.monotonic() + pause
-            while not self._stop and time.monotonic() < until:
-                time.sleep(min(LOOK_S, pause))
-            if self._stop:
+            if self._pause(pause):
                 return self._end("stopped", code, 0)
             self._restarts += 1
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits, but no longer than until a stop is asked for; whether it is."""
+        until = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < until:
+            time.sleep(min(LOOK_S, seconds))
+        return self._stop
 
     def _once(self) -> int:
         """One start, until its end; the exit code, negative for a signal."""
