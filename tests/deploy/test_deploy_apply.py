@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.deploy import commands
+from ddtree.deploy import commands, ours
 from ddtree.deploy.failures import DeployFailed, Locked
 from ddtree.deploy.render import MADE
 from ddtree.deploy.state import Folder, State
@@ -173,12 +173,13 @@ def test_remove_takes_only_what_was_rendered(tmp_path: Path) -> None:
     (tmp_path / "nginx").mkdir()
     (tmp_path / "env").mkdir()
     (tmp_path / "nginx/theirs.conf").write_text("x", encoding="utf-8")
+    (tmp_path / "env/.fake-0.env.7.tmp").write_text("# Ma", encoding="utf-8")  # a command was killed here
     (tmp_path / "env/fake-0.env").write_text(f'{MADE}x\nA="1"\n', encoding="utf-8")
-    commands._clean(tmp_path, ())
+    ours.clean(tmp_path, ())
     assert [path.name for path in tmp_path.rglob("*")] == ["nginx", "theirs.conf"]
 
 
-@pytest.mark.parametrize("place", range(len(commands.OURS)))
+@pytest.mark.parametrize("place", range(len(ours.OURS)))
 def test_remove_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
     """Whatever is gone by then, the folder is read, and a second remove is let do its work."""
     folder = Folder(tmp_path)
@@ -187,11 +188,11 @@ def test_remove_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder.save(State())
     for name in ("run", "env", "nginx", "logs"):
         (tmp_path / name).mkdir()
-    monkeypatch.setattr(commands, "OURS", commands.OURS[:place])
-    commands._clean(tmp_path, ())
+    monkeypatch.setattr(ours, "OURS", ours.OURS[:place])
+    ours.clean(tmp_path, ())
     assert folder.state() == State()
     assert folder.pointed("current") in (None, generation)
-    commands._refuse_foreign(tmp_path)
+    ours.refuse_others(tmp_path)
 
 
 def test_remove_asks_first(two: Deployed) -> None:

@@ -218,7 +218,8 @@ def test_a_number_that_another_process_has_now(processes: Processes, tmp_path: P
 def test_a_supervisor_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
     """As on a full disk: its status cannot be written."""
     (tmp_path / "it.service").write_text(unit(WAITS), encoding="utf-8")
-    supervisor = Supervisor(tmp_path / "it.service", tmp_path / "no such folder/it.json")
+    (tmp_path / "full").touch()
+    supervisor = Supervisor(tmp_path / "it.service", tmp_path / "full/it.json")
     children: list[int] = []
     write = supervisor._write
 
@@ -229,7 +230,7 @@ def test_a_supervisor_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
     supervisor._write = noted
     former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
-        with pytest.raises(FileNotFoundError):
+        with pytest.raises(FileExistsError):
             supervisor.run()
     finally:
         for number, handler in former.items():

@@ -1,13 +1,11 @@
 """What `ddtree deploy` does to the services of this host: apply, rollout, rollback and remove."""
 
-import os
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree.deploy import trial
+from ddtree.deploy import ours, trial
 from ddtree.deploy.choose import choose
 from ddtree.deploy.compare import Checks, Limits
 from ddtree.deploy.converge import (
@@ -22,16 +20,10 @@ from ddtree.deploy.doors import router_change
 from ddtree.deploy.draft import Draft, draft, shadow
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.generation import Generation
-from ddtree.deploy.render import MADE
 from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.spec import Deployment
 from ddtree.deploy.state import Folder
 
-# In the order in which they are removed: what a kill in between leaves is nothing that a command would go by.
-OURS = ("current", "previous", "state.json", "run", "env", "nginx", "logs", "generations", "lock")
-SHARED = ("env", "nginx")  # folders of such names are made elsewhere too: only rendered files are removed there
-MARKS = ("state.json", "generations")  # a folder of ours has one of them; else it may hold nothing called as below
-TELLING = ("current", "previous", "run", "env", "nginx")
 KEEPABLE = ("generations", "logs")
 
 
@@ -124,7 +116,7 @@ def remove(asked: Asked, keep: Sequence[str] = ()) -> Outcome:
     folder = Folder(deployment.state_folder)
     if not folder.path.exists():
         raise DeployFailed(f"there is nothing of {deployment.name} here: {folder.path} does not exist")
-    _refuse_foreign(folder.path)
+    ours.refuse_others(folder.path)
     with folder.held("ddtree deploy remove"):
         site = open_site(asked, deployment)
         services = sorted(site.state.services)
@@ -140,7 +132,7 @@ def remove(asked: Asked, keep: Sequence[str] = ()) -> Outcome:
         for service in sorted(services, key=lambda name: name != first):  # the router first: it ends what runs
             site.forget(service)
             asked.tell(f"{service}: stopped and removed")
-        _clean(folder.path, keep)
+        ours.clean(folder.path, keep)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()
     return Outcome(True, None)
@@ -150,7 +142,7 @@ def _change(asked: Asked, kind: str, way: Way, dry_run: bool, trial_limits: "tri
     deployment, wanted = draft(asked.path, asked.sets, asked.host)
     in_shadow = shadow(asked.path, asked.sets, asked.host) if trial_limits is not None else None
     folder = Folder(deployment.state_folder)
-    _refuse_foreign(folder.path)
+    ours.refuse_others(folder.path)
     _tell_of_others(asked, deployment)
     if way.beside_port is not None:
         _check_beside(wanted.unwritten(), way.beside_port)
@@ -225,38 +217,3 @@ def _tell_of_others(asked: Asked, deployment: Deployment) -> None:
         )
         if deployment.router.reach == "all":
             asked.tell("the other hosts' routers are not told; they pass on what a stopping replica refuses")
-
-
-def _refuse_foreign(folder: Path) -> None:
-    """Raises DeployFailed for a folder that something else keeps its files in, as /etc or /var."""
-    if any((folder / name).exists() for name in MARKS):
-        return
-    foreign = [name for name in TELLING if os.path.lexists(folder / name)]
-    if foreign:
-        raise DeployFailed(
-            f"{folder} holds {', '.join(foreign)}, which ddtree deploy did not make: give the deployment a folder of "
-            "its own",
-            param="folder",
-        )
-
-
-def _clean(folder: Path, keep: Sequence[str]) -> None:
-    """Removes what this program made there, and nothing else."""
-    for name in OURS:
-        path = folder / name
-        if name in keep:
-            continue
-        if name in SHARED and path.is_dir():
-            _clean_rendered(path)
-        elif path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
-
-
-def _clean_rendered(folder: Path) -> None:
-    for path in folder.iterdir():
-        if path.is_file() and path.read_text(encoding="utf-8", errors="replace").startswith(MADE):
-            path.unlink()
-    if not any(folder.iterdir()):
-        folder.rmdir()

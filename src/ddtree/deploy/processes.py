@@ -33,7 +33,7 @@ class Processes:
         write(self._run / f"{service}.service", text, 0o600)
 
     def uninstall(self, service: str) -> None:
-        for suffix in (".service", ".json", ".tmp"):
+        for suffix in (".service", ".json"):
             (self._run / f"{service}{suffix}").unlink(missing_ok=True)
 
     def start(self, service: str) -> None:

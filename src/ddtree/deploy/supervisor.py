@@ -15,6 +15,7 @@ from collections import deque
 from pathlib import Path
 from typing import Any
 
+from ddtree.deploy.atomic import write
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.procs import Process, signal_number
 from ddtree.deploy.unit_file import Unit, parse
@@ -170,9 +171,7 @@ class Supervisor:
             "restarts": self._restarts,
             "at": time.time(),
         }
-        temporary = self._status.with_suffix(".tmp")
-        temporary.write_text(json.dumps(told), encoding="utf-8")
-        temporary.replace(self._status)
+        write(self._status, json.dumps(told), 0o644)
 
 
 if __name__ == "__main__":
