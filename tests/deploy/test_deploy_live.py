@@ -66,6 +66,10 @@ def test_nobody_there() -> None:
         nobody.ask("Hi", 8, 5)
 
 
+def test_a_key_that_is_no_ascii_is_the_server_s_to_refuse(at: Endpoint) -> None:
+    assert Endpoint(at.address, "schlüssel").healthy() == (True, "/health answers 200")
+
+
 def test_an_endpoint_never_shows_its_key() -> None:
     assert "secret" not in repr(Endpoint("127.0.0.1:1", "secret"))
 

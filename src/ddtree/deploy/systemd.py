@@ -51,7 +51,7 @@ class Systemd:
 
     def stop(self, service: str) -> None:
         unit = f"{service}.service"
-        if not (self.folder / unit).exists() and not self.state(service).running:
+        if not (self.folder / unit).exists() and self.state(service).state in ("stopped", "failed"):
             return  # a command was killed before it had installed it
         self._do("disable", unit, may_fail=True)
         self._do("stop", unit, seconds=self._stop_seconds(service) + STOP_SLACK_S)
