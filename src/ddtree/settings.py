@@ -21,11 +21,13 @@ def read_toml(path: Path, overrides: Sequence[str], shown_in: str, example: str)
 
     Raises ModelNotFound, DamagedFile or InvalidOption, naming the file or the override.
     """
-    if not path.is_file():
-        raise ModelNotFound(f"{path} does not exist: name a TOML file, such as {shown_in} shows")
     try:
+        if not path.is_file():
+            raise ModelNotFound(f"{path} does not exist: name a TOML file, such as {shown_in} shows")
         raw = tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise DamagedFile(f"{path} cannot be read ({error.strerror}): give rights to read it") from error
+    except (ValueError, RecursionError) as error:  # also of a number of thousands of digits, or tables without end
         raise DamagedFile(f"{path} is not valid TOML ({error}): mend it") from error
     for override in overrides:
         name, equals, value = override.partition("=")
@@ -70,7 +72,11 @@ def at_least(name: str, value: int, low: int) -> None:
 def within(name: str, value: float, low: float, high: float) -> None:
     """Raises InvalidOption outside of `low` to `high`."""
     if not low <= value <= high:
-        raise wrong(name, value, f"from {low:g} to {high:g}")
+        raise wrong(name, value, f"from {_plain(low)} to {_plain(high)}")
+
+
+def _plain(value: float) -> str:
+    return str(value) if isinstance(value, int) else f"{value:g}"
 
 
 def one_of(name: str, value: str, known: Sequence[str]) -> None:
@@ -96,7 +102,7 @@ def _put(raw: dict[str, Any], name: str, value: Any) -> None:
 def _value(text: str) -> Any:
     try:
         return tomllib.loads(f"x = {text}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text
 
 

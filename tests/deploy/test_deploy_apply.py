@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from ddtree.deploy import commands
+from ddtree.deploy import commands, ours
 from ddtree.deploy.failures import DeployFailed, Locked
+from ddtree.deploy.render import MADE
+from ddtree.deploy.state import Folder, State
 from fakes import Deployed, make
 
 
@@ -153,6 +155,44 @@ def test_remove_leaves_what_is_named(two: Deployed) -> None:
     assert sorted(path.name for path in two.folder.path.iterdir()) == ["logs", "notes.txt"]
     with pytest.raises(DeployFailed, match="--keep 'all' is unknown"):
         commands.remove(two.asked(), keep=["all"])
+
+
+@pytest.mark.parametrize("name", ["nginx", "run", "env"])
+def test_a_folder_of_something_else_is_left_alone(two: Deployed, name: str) -> None:
+    """As /etc, which has a folder nginx, or /var, which has a link run."""
+    theirs = two.folder.path / name / "theirs.conf"
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("x", encoding="utf-8")
+    for command in (two.apply, lambda: commands.remove(two.asked())):
+        with pytest.raises(DeployFailed, match=f"holds {name}, which ddtree deploy did not make"):
+            command()
+    assert [path for path in two.folder.path.rglob("*") if path.is_file()] == [theirs]
+
+
+def test_remove_takes_only_what_was_rendered(tmp_path: Path) -> None:
+    (tmp_path / "nginx").mkdir()
+    (tmp_path / "env").mkdir()
+    (tmp_path / "nginx/theirs.conf").write_text("x", encoding="utf-8")
+    (tmp_path / "env/.fake-0.env.7.tmp").write_text("# Ma", encoding="utf-8")  # a command was killed here
+    (tmp_path / "env/fake-0.env").write_text(f'{MADE}x\nA="1"\n', encoding="utf-8")
+    ours.clean(tmp_path, ())
+    assert [path.name for path in tmp_path.rglob("*")] == ["nginx", "theirs.conf"]
+
+
+@pytest.mark.parametrize("place", range(len(ours.OURS)))
+def test_remove_killed_in_the_middle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: int) -> None:
+    """Whatever is gone by then, the folder is read, and a second remove is let do its work."""
+    folder = Folder(tmp_path)
+    generation = folder.add({}, {"members": [], "door": None, "units": {}, "places": {}, "purpose": "given"}, "", [])
+    folder.point(generation.number, generation.number)
+    folder.save(State())
+    for name in ("run", "env", "nginx", "logs"):
+        (tmp_path / name).mkdir()
+    monkeypatch.setattr(ours, "OURS", ours.OURS[:place])
+    ours.clean(tmp_path, ())
+    assert folder.state() == State()
+    assert folder.pointed("current") in (None, generation)
+    ours.refuse_others(tmp_path)
 
 
 def test_remove_asks_first(two: Deployed) -> None:

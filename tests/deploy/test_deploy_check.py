@@ -158,6 +158,15 @@ def test_a_user_that_is_not_there(asked: list[Any]) -> None:
     assert ("fail", "user-missing") in ids(report)
 
 
+def test_a_cache_that_is_not_there(tmp_path: Path) -> None:
+    deployment = here(scope="system", user="root", cache=str(tmp_path / "big"))
+    (found,) = findings.programs(deployment, "localhost")
+    assert (found.level, found.id) == ("fail", "cache-missing")
+    assert found.mend == f"install --directory --owner root {tmp_path / 'big'}"
+    (tmp_path / "big").mkdir()
+    assert list(findings.programs(deployment, "localhost")) == []
+
+
 def test_secrets_are_for_one_pair_of_eyes(tmp_path: Path) -> None:
     path = tmp_path / "keys"
     deployment = here(secrets=str(path))
@@ -188,6 +197,16 @@ def test_ports_of_ones_own_services_are_theirs(homes: Path) -> None:
         assert list(findings.ports(deployment, "localhost")) == []
         assert findings.held(deployment) == [port]
         assert [one.about for one in findings.ports(replace(deployment, name="other"), "localhost")] == [str(port)]
+
+
+def test_a_generation_that_is_kept_has_no_port(homes: Path) -> None:
+    with listening() as port:
+        deployment = here(port=port, cpu_replicas=1)
+        unit = render(deployment)["localhost/systemd/chat-0.service"]
+        folder.write(deployment.state_folder, {"generations/1/files/systemd/chat-0.service": unit})
+        assert [one.about for one in findings.ports(deployment, "localhost")] == [str(port)]
+        folder.write(deployment.state_folder, {"run/chat-0.service": unit})
+        assert list(findings.ports(deployment, "localhost")) == []
 
 
 def test_ports_that_the_system_hands_out(asked: list[Any]) -> None:

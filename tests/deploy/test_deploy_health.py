@@ -1,5 +1,6 @@
 """Waiting for a server: refused, loading, ready, never ready."""
 
+import socket
 import subprocess
 import sys
 import threading
@@ -58,6 +59,21 @@ def test_once_is_once(server: Server) -> None:
     assert not health.wait(url(server), 0)
     assert health.wait(url(server), 0)
     assert server.asked == 2
+
+
+def test_something_else_than_http_is_not_healthy() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(b"SSH-2.0-OpenSSH\r\n\r\n")
+
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        assert not health.wait(f"http://127.0.0.1:{listener.getsockname()[1]}/health", 0)
+        thread.join(10)
 
 
 def test_it_gives_up_in_time(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:

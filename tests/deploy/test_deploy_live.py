@@ -1,5 +1,6 @@
 """What replicas say, what is concluded from it, `status`, and the command line."""
 
+import errno
 import json
 import threading
 from collections.abc import Iterator
@@ -12,7 +13,7 @@ from typer.testing import CliRunner
 
 import fake_server
 from ddtree.cli.app import app
-from ddtree.deploy import status
+from ddtree.deploy import commands, status
 from ddtree.deploy.compare import Limits, Measured, judge
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.generation import Member
@@ -63,6 +64,10 @@ def test_nobody_there() -> None:
     assert nobody.load() is None
     with pytest.raises(DeployFailed, match=r"http://127\.0\.0\.1:1/v1/models: ConnectError"):
         nobody.ask("Hi", 8, 5)
+
+
+def test_a_key_that_is_no_ascii_is_the_server_s_to_refuse(at: Endpoint) -> None:
+    assert Endpoint(at.address, "schlüssel").healthy() == (True, "/health answers 200")
 
 
 def test_an_endpoint_never_shows_its_key() -> None:
@@ -206,6 +211,17 @@ def test_another_manager_would_start_them_twice(two: Deployed) -> None:
     done = RUN.invoke(app, ["deploy", "apply", str(two.path), "--manager", "systemd", "--yes"])
     assert done.exit_code == 1
     assert "--manager systemd would start them twice" in done.output
+
+
+@pytest.mark.parametrize("command", ["apply", "rollback", "remove"])
+def test_a_disk_that_refuses_is_a_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str) -> None:
+    def refused(*_: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "/place/state.json")
+
+    monkeypatch.setattr(commands, command, refused)
+    done = RUN.invoke(app, ["deploy", command, str(tmp_path / "x.toml"), "--yes"])
+    assert done.exit_code == 1
+    assert done.stderr == "error: /place/state.json: No space left on device; run this as who may, or make room\n"
 
 
 @pytest.mark.parametrize(

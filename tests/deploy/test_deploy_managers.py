@@ -16,6 +16,7 @@ from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.processes import Processes
 from ddtree.deploy.procs import Process
 from ddtree.deploy.render import MADE, render
+from ddtree.deploy.supervisor import Supervisor
 from ddtree.deploy.systemd import Systemd
 from ddtree.deploy.unit_file import parse, read_environment, seconds
 from fakes import wait_until
@@ -70,7 +71,7 @@ def test_the_router_s_unit_is_read_back(tmp_path: Path) -> None:
     )  # fmt: skip
     assert found.reload == (*found.argv, "-s", "reload")
     assert found.stop_signal == "SIGQUIT"
-    assert found.runtime_folders == (f"{tmp_path}/chat-router",)
+    assert found.folders == (f"{tmp_path}/chat-router",)
 
 
 @pytest.mark.parametrize(
@@ -78,6 +79,32 @@ def test_the_router_s_unit_is_read_back(tmp_path: Path) -> None:
 )
 def test_times(text: str, value: float) -> None:
     assert seconds(text) == value
+
+
+def test_the_home_that_systemd_makes_is_made_without_it() -> None:
+    deployment = made(scope="system", user="ddtree")
+    unit_text = render(deployment)["localhost/systemd/chat-0.service"]
+    assert parse("chat-0", unit_text).folders == (deployment.replicas()[0].environment["HOME"],)
+
+
+def test_an_empty_value_takes_back_those_before_it() -> None:
+    found = parse("it", "[Service]\nExecStart=/bin/false\nExecStart=\nExecStart=/bin/true\nUser=me\nUser=\n")
+    assert (found.argv, found.user) == (("/bin/true",), None)
+
+
+def test_a_long_line_ends_at_an_empty_one() -> None:
+    found = parse("it", "[Service]\nExecStart=/bin/true \\\n  --a \\\n\nUser=me\n")
+    assert (found.argv, found.user) == (("/bin/true", "--a"), "me")
+
+
+def test_an_environment_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "x.env"
+    found = parse("it", f"[Service]\nExecStart=/bin/true\nEnvironmentFile={path}\n")
+    with pytest.raises(DeployFailed, match="which is not there"):
+        found.settled_environment()
+    path.write_bytes(b"A=\xff\n")
+    with pytest.raises(DeployFailed, match="which cannot be read"):
+        found.settled_environment()
 
 
 def test_what_cannot_be_read_is_named() -> None:
@@ -188,6 +215,30 @@ def test_a_number_that_another_process_has_now(processes: Processes, tmp_path: P
     processes.stop("it")
 
 
+def test_a_supervisor_that_fails_leaves_nothing_running(tmp_path: Path) -> None:
+    """As on a full disk: its status cannot be written."""
+    (tmp_path / "it.service").write_text(unit(WAITS), encoding="utf-8")
+    (tmp_path / "full").touch()
+    supervisor = Supervisor(tmp_path / "it.service", tmp_path / "full/it.json")
+    children: list[int] = []
+    write = supervisor._write
+
+    def noted(state: str, code: int | None) -> None:
+        children.append(supervisor._child.pid)
+        write(state, code)
+
+    supervisor._write = noted
+    former = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        with pytest.raises(FileExistsError):
+            supervisor.run()
+    finally:
+        for number, handler in former.items():
+            signal.signal(number, handler)
+    assert len(children) == 1
+    wait_until(lambda: Process.find(children[0]) is None)
+
+
 # systemd, by a program that notes what it is asked.
 
 
@@ -233,6 +284,12 @@ def test_what_systemd_is_told(systemctl: Path, tmp_path: Path) -> None:
         "--user stop it.service", "--user reset-failed it.service", "--user disable it.service",
         "--user daemon-reload", "--user reset-failed it.service",
     ]  # fmt: skip
+
+
+def test_what_was_never_installed_is_stopped_already(systemctl: Path, tmp_path: Path) -> None:
+    (tmp_path / "answer").write_text("ActiveState=inactive\nSubState=dead\nMainPID=0\n", encoding="utf-8")
+    Systemd("user").stop("it")
+    assert " stop " not in systemctl.read_text(encoding="utf-8"), "which fails for a unit that is not there"
 
 
 @pytest.mark.parametrize(

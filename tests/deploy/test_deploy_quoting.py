@@ -1,5 +1,6 @@
 """Values and words come back from systemd as they were given."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from a_deployment import made
 from ddtree.deploy.quoting import command, environment_line, path
 from ddtree.deploy.render import render
+from ddtree.deploy.unit_file import read_environment as read_by_hand
 from systemd_rules import LIBRARY, its_own_command, its_own_environment, read_command, read_environment
 
 needs_systemd = pytest.mark.skipif(
@@ -44,6 +46,35 @@ def test_values_as_systemds_own_code_reads_them(tmp_path_factory: pytest.TempPat
     file = tmp_path_factory.mktemp("env") / "chat-0.env"
     file.write_text(render(deployment)["localhost/env/chat-0.env"], encoding="utf-8")
     assert its_own_environment(file) == dict(deployment.replicas()[0].environment)
+
+
+# What people write into the file that `secrets` names; a comment's last backslash means different things by version.
+HANDMADE = {
+    "A=b c  \nB = 'x\\y' \n": {"A": "b c", "B": "x\\y"},
+    'A="a"\'b\' c"d"\n': {"A": 'abc"d"'},
+    'A=a\\b\\ \nB="a\\b\\"\\\nc"\n': {"A": "ab ", "B": 'a\\b"c'},
+    "A=a\\\n  b\n# C=1\n;D=1\nexport E=1\nF\nG=#no\n1H=2\n=3\nA2=": {"A": "a  b", "G": "#no", "A2": ""},
+    'A="never\nclosed': {"A": "never\nclosed"},
+    "A=1\nA=2\n": {"A": "2"},
+}
+lines = st.lists(
+    st.sampled_from(["A", "=", "B=", '"', "'", "\\", "\n", " ", "x", "$", ";", "\t", "`", '\nC="', "1"]), max_size=14
+).map(lambda parts: "".join(parts).rstrip("\\"))
+
+
+@pytest.mark.parametrize("text", HANDMADE)
+def test_environment_files_that_people_write(text: str) -> None:
+    assert read_by_hand(text) == HANDMADE[text]
+
+
+@needs_systemd
+@settings(max_examples=200, deadline=None)
+@given(text=lines.filter(lambda text: not re.search(r"^[ \t]*;.*\\$", text, re.MULTILINE)))
+def test_they_are_read_as_systemds_own_code_reads_them(tmp_path_factory: pytest.TempPathFactory, text: str) -> None:
+    file = tmp_path_factory.mktemp("env") / "x.env"
+    for written in (text, *HANDMADE):
+        file.write_text(written, encoding="utf-8")
+        assert read_by_hand(written) == its_own_environment(file)
 
 
 @given(given=st.lists(words, max_size=6))

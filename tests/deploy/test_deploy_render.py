@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from a_deployment import PYTHON, made
-from ddtree.deploy import folder, nginx
+from ddtree.deploy import atomic, folder, nginx
 from ddtree.deploy.limits import systemd_here
-from ddtree.deploy.render import MADE, place, render
+from ddtree.deploy.render import MADE, render
 from ddtree.deploy.spec import Deployment, RouterPart
 from ddtree.deploy.units import health_url
 from ddtree.errors import InvalidOption
@@ -177,13 +177,6 @@ def test_nginx_knows_the_replicas_of_its_reach() -> None:
     assert [rest.endswith(" down") for _, rest in lines] == [False, True, False, False]
 
 
-def test_where_files_belong() -> None:
-    assert place(made(), "localhost/systemd/chat-0.service") == "~/.config/systemd/user/chat-0.service"
-    assert place(made(), "localhost/env/chat-0.env") == "~/.local/share/ddtree/chat/env/chat-0.env"
-    assert place(made(**SYSTEM), "h/systemd/chat-0.service") == "/etc/systemd/system/chat-0.service"
-    assert place(made(**SYSTEM), "h/nginx/chat.conf") == "/var/lib/ddtree/chat/nginx/chat.conf"
-
-
 def verify(tmp_path: Path, files: dict[str, str], user: bool) -> tuple[int, str]:
     """systemd-analyze's exit code, and all that it said."""
     units = []
@@ -261,9 +254,44 @@ def test_differences_show_no_secrets() -> None:
     assert "first" not in shown
     assert "second" not in shown
     assert "line of it" not in shown
-    assert "+DDTREE_API_KEY=... (not shown)" in shown
+    assert "\n-DDTREE_API_KEY=... (not shown)\n" in shown
+    assert "\n+DDTREE_API_KEY=... (not shown, another one)\n" in shown
     assert '\n-MODE_X="old"\n' in shown
     assert '\n+MODE_X="new"' in shown
     assert folder.difference(after, after) == ""
     assert "--- /dev/null\n+++ localhost/nginx/chat.conf" in folder.difference({}, after)
     assert "+++ /dev/null" in folder.difference(before, {})
+
+
+def test_secrets_beside_a_change_and_of_many_lines_are_not_shown_either() -> None:
+    same = {
+        "HF_TOKEN": "hf_private", "TLS_KEY": "-----BEGIN-----\nMIIEabc=\nMIIE_2=\n-----END-----",
+        "HTTPS_PROXY": "http://me:word@proxy:3128",
+    }  # fmt: skip
+    before, after = (render(made(environment={**same, "MODE_X": mode})) for mode in ("old", "new"))
+    shown = folder.difference(before, after)
+    assert '\n+MODE_X="new"' in shown
+    assert not [word for word in ("hf_private", "MIIE", "END", "me:word") if word in shown]
+    assert "MIIE" not in folder.difference({}, after)
+    assert "MIIE" not in folder.difference(before, {})
+
+
+def test_two_specifications_share_a_folder(tmp_path: Path) -> None:
+    one, two = render(made(source="one.toml")), render(made(name="other", port=31001, source="two.toml"))
+    folder.write(tmp_path, one)
+    folder.write(tmp_path, two)
+    assert folder.older(tmp_path) == one | two
+    assert folder.older(tmp_path, two) == two
+    installed = tmp_path / ".config/systemd/user/chat-9.service"  # what is applied, under a home that is the folder
+    installed.parent.mkdir(parents=True)
+    installed.write_text(one["localhost/systemd/chat-0.service"], encoding="utf-8")
+    folder.write(tmp_path, render(made(source="one.toml", cpu_replicas=1)))
+    assert installed.exists()
+    assert not (tmp_path / "localhost/systemd/chat-1.service").exists()
+    assert (tmp_path / "localhost/systemd/other-1.service").exists()
+
+
+def test_nothing_stays_of_a_file_that_could_not_be_written(tmp_path: Path) -> None:
+    with pytest.raises(UnicodeEncodeError):
+        atomic.write(tmp_path / "x.env", "\udc80", 0o600)
+    assert not list(tmp_path.iterdir())

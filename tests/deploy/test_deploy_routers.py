@@ -10,17 +10,21 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
 import pytest
 
 from a_deployment import made
-from ddtree.deploy import beside, commands, routers, site
+from ddtree.deploy import beside, commands, doors, routers, site
 from ddtree.deploy.compare import Limits
 from ddtree.deploy.failures import DeployFailed
+from ddtree.deploy.generation import Door
+from ddtree.deploy.managers import Service
 from ddtree.deploy.render import render
-from ddtree.deploy.routers import SGLangRouter, has, mark, readdressed
+from ddtree.deploy.routers import Nginx, SGLangRouter, has, mark, readdressed
+from ddtree.deploy.units import bracketed
 from fakes import Deployed, make, running_command, wait_until
 
 NGINX = shutil.which("nginx") or shutil.which("/usr/sbin/nginx")
@@ -124,6 +128,62 @@ def test_a_router_that_takes_nobody_in(
 def test_a_router_that_is_not_there() -> None:
     with pytest.raises(DeployFailed, match=r"sglang-router at http://127\.0\.0\.1:1/workers: ConnectError"):
         SGLangRouter("127.0.0.1:1").leave_out("127.0.0.1:2")
+
+
+def test_a_stand_in_gets_another_port_and_nothing_else() -> None:
+    unit = render(made(cpu_replicas=1, model="/m/x-30001", args=("--max-queue", "30001")))
+    before = unit["localhost/systemd/chat-0.service"]
+    after = beside.on_port(before, "30001", 31999)
+    assert after.count("31999") == 4, "command, health check, description, and what check reads"
+    assert after.count("/m/x-30001") == before.count("/m/x-30001")
+    assert "--max-queue 30001" in after
+    with pytest.raises(DeployFailed, match="names no port 30009"):
+        beside.on_port(before, "30009", 31999)
+
+
+class Reloads:
+    """A manager that counts reloads, and may be killed before one."""
+
+    def __init__(self) -> None:
+        self.count, self.killed = 0, False
+
+    def state(self, _service: str) -> Service:
+        return Service("running")
+
+    def reload(self, _service: str) -> None:
+        if self.killed:
+            raise KeyboardInterrupt
+        self.count += 1
+
+
+def test_a_configuration_that_was_written_and_not_read_is_read_the_next_time(tmp_path: Path) -> None:
+    config, manager = tmp_path / "chat.conf", Reloads()
+    config.write_text(CONFIG, encoding="utf-8")
+    router = Nginx(manager, "chat-router", config)
+    router.let_in("127.0.0.1:30001")
+    assert manager.count == 0, "it is as it was"
+    manager.killed = True
+    with pytest.raises(KeyboardInterrupt):
+        router.leave_out("127.0.0.1:30001")
+    manager.killed = False
+    router.leave_out("127.0.0.1:30001")
+    assert manager.count == 1
+    router.leave_out("127.0.0.1:30001")
+    assert manager.count == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["chat.conf"]
+
+
+@pytest.mark.parametrize("listener", ["127.0.0.1", "::1"])
+def test_a_router_that_listens_is_seen(listener: str) -> None:
+    family = socket.AF_INET6 if ":" in listener else socket.AF_INET
+    try:
+        server = socket.create_server((listener, 0), family=family)
+    except OSError:
+        pytest.skip(f"this machine has no {listener}")
+    with server:
+        address = f"{bracketed(listener)}:{server.getsockname()[1]}"
+        site = SimpleNamespace(manager=SimpleNamespace(state=lambda _: Service("running"), logs=lambda *_: ""))
+        doors._wait_for_door(site, Door("nginx", "chat-router", address))
 
 
 # nginx itself.

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from a_deployment import PYTHON, made, written
-from ddtree.deploy.spec import HERE, Deployment, RouterPart
+from ddtree.deploy.spec import HERE, Deployment, RouterPart, load
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption, ModelNotFound
 
 DOCS = Path(__file__).parents[2] / "docs/deploy.md"
@@ -219,14 +219,34 @@ def test_what_the_file_may_not_hold(tmp_path: Path, text: str, words: str) -> No
 
 
 def test_files_that_are_no_deployment(tmp_path: Path) -> None:
-    from ddtree.deploy.spec import load
-
     with pytest.raises(ModelNotFound, match=r"docs/deploy\.md"):
         load(tmp_path / "none.toml")
     with pytest.raises(DamagedFile, match="not valid TOML"):
         written(tmp_path, "name = ")
     with pytest.raises(InvalidOption, match="write it as mode=linear"):
         written(tmp_path, "", "mode")
+    for text in ("[" * 100_000, f"port = {'9' * 5000}"):
+        with pytest.raises(DamagedFile, match="not valid TOML"):
+            written(tmp_path, text)
+    with pytest.raises(InvalidOption, match="name is '999"):
+        written(tmp_path, "", f"name={'9' * 5000}")
+
+
+def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(*_: Any, **__: Any) -> str:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_text", refused)
+    (tmp_path / "x.toml").touch()
+    with pytest.raises(DamagedFile, match=r"x\.toml cannot be read \(Permission denied\)"):
+        load(tmp_path / "x.toml")
+
+
+@pytest.mark.parametrize("name", ["x\nUser=root.toml", "x.toml\\"])
+def test_a_file_s_name_adds_no_line_to_a_unit(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).touch()
+    with pytest.raises(InvalidOption, match="a name of printable signs"):
+        load(tmp_path / name)
 
 
 def test_cards_of_a_file(tmp_path: Path) -> None:

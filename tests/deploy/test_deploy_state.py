@@ -5,6 +5,8 @@ import os
 import signal
 import time
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -12,6 +14,7 @@ from ddtree.deploy import state as room
 from ddtree.deploy.atomic import link, write
 from ddtree.deploy.failures import DeployFailed, Locked
 from ddtree.deploy.generation import Generation
+from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.state import Folder, Operation, State
 
 UNIT = "[Service]\nExecStart=/bin/true --port 1\nEnvironmentFile=/place/env/chat-0.env\n"
@@ -54,6 +57,23 @@ def test_half_a_generation_is_none(tmp_path: Path) -> None:
     (tmp_path / "generations/3").mkdir()
     assert folder.numbers() == [1]
     assert add(folder).number == 4
+
+
+def test_what_a_killed_command_had_installed_is_known(tmp_path: Path) -> None:
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    folder, environment = Folder(tmp_path / "place"), str(tmp_path / "place/env/chat-0.env")
+    files = {"systemd/chat-0.service": UNIT.replace("/place/env/chat-0.env", environment), "env/chat-0.env": 'A="1"\n'}
+    generation = folder.add(files, {**FACTS, "places": {"env/chat-0.env": environment}}, "", [])
+    taken: list[str] = []
+    manager = SimpleNamespace(name="systemd", install=killed, stop=taken.append, uninstall=taken.append)
+    with pytest.raises(KeyboardInterrupt):
+        Site(folder, manager, Waits(), print).install(generation, "chat-0")
+    assert Path(environment).exists()
+    Site(folder, manager, Waits(), print).forget("chat-0")  # by another command, which knows what the state says
+    assert taken == ["chat-0", "chat-0"]
+    assert not Path(environment).exists()
 
 
 def test_links_move_in_one_step(tmp_path: Path) -> None:

@@ -47,7 +47,8 @@ def render(
     from ddtree.deploy.spec import load
 
     files = rendered(load(file, overrides or ()))
-    before = folder.older(out)
+    folder.refuse_foreign(out, files)
+    before = folder.older(out, files)
     folder.write(out, files)
     changed = folder.difference(before, files) if before else ""
     if changed:

@@ -74,7 +74,8 @@ def status(
     from ddtree.deploy.draft import draft
 
     asked = _asked(file, sets, host, manager, True, as_json, None, 1.0)
-    found = room.look(commands.open_site(asked, draft(asked.path, asked.sets, asked.host)[0]))
+    with _log_on_its_lines():
+        found = room.look(commands.open_site(asked, draft(asked.path, asked.sets, asked.host)[0]))
     typer.echo(json.dumps(found) if as_json else room.as_text(found))
     if not found["well"]:
         raise typer.Exit(1)
@@ -184,13 +185,18 @@ def _agree(yes: bool, as_json: bool) -> Callable[[str], bool]:
 
 @contextmanager
 def _log_on_its_lines() -> Iterator[None]:
-    """An error that quotes a service's log keeps its lines; Ctrl-C says how to go on."""
+    """An error that quotes a service's log keeps its lines; one of a file names it; Ctrl-C says how to go on."""
     from ddtree.deploy.failures import DeployFailed
 
     try:
         yield
     except DeployFailed as error:
         typer.echo(f"error: {error}", err=True)
+        raise typer.Exit(1) from error
+    except OSError as error:
+        if error.filename is None:  # of the output, say
+            raise
+        typer.echo(f"error: {error.filename}: {error.strerror}; run this as who may, or make room", err=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         typer.echo("interrupted: the same command goes on from here, ddtree deploy rollback undoes it", err=True)

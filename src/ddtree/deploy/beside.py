@@ -78,7 +78,8 @@ def clear(site: Site) -> None:
 
 def on_port(text: str, old: str, new: int) -> str:
     """A unit whose command, health check included, names another port."""
-    changed = re.sub(rf"(?<![\d.]){old}(?![\d.])", str(new), text)
+    named = rf"(?P<before>--port |://[^/\s]+:|, port |^Port=){old}(?!\d)"  # a number elsewhere is another thing's
+    changed = re.sub(named, lambda found: f"{found['before']}{new}", text, flags=re.MULTILINE)
     if changed == text:
         raise DeployFailed(f"the unit names no port {old}, so a second replica cannot get another one")
     return changed

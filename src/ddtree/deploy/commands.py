@@ -1,12 +1,11 @@
 """What `ddtree deploy` does to the services of this host: apply, rollout, rollback and remove."""
 
-import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ddtree.deploy import trial
+from ddtree.deploy import ours, trial
 from ddtree.deploy.choose import choose
 from ddtree.deploy.compare import Checks, Limits
 from ddtree.deploy.converge import (
@@ -25,7 +24,6 @@ from ddtree.deploy.site import Site, Waits
 from ddtree.deploy.spec import Deployment
 from ddtree.deploy.state import Folder
 
-OURS = ("generations", "current", "previous", "state.json", "lock", "run", "logs", "env", "nginx")
 KEEPABLE = ("generations", "logs")
 
 
@@ -118,6 +116,7 @@ def remove(asked: Asked, keep: Sequence[str] = ()) -> Outcome:
     folder = Folder(deployment.state_folder)
     if not folder.path.exists():
         raise DeployFailed(f"there is nothing of {deployment.name} here: {folder.path} does not exist")
+    ours.refuse_others(folder.path)
     with folder.held("ddtree deploy remove"):
         site = open_site(asked, deployment)
         services = sorted(site.state.services)
@@ -133,7 +132,7 @@ def remove(asked: Asked, keep: Sequence[str] = ()) -> Outcome:
         for service in sorted(services, key=lambda name: name != first):  # the router first: it ends what runs
             site.forget(service)
             asked.tell(f"{service}: stopped and removed")
-        _clean(folder.path, keep)
+        ours.clean(folder.path, keep)
     if not any(folder.path.iterdir()):
         folder.path.rmdir()
     return Outcome(True, None)
@@ -143,6 +142,7 @@ def _change(asked: Asked, kind: str, way: Way, dry_run: bool, trial_limits: "tri
     deployment, wanted = draft(asked.path, asked.sets, asked.host)
     in_shadow = shadow(asked.path, asked.sets, asked.host) if trial_limits is not None else None
     folder = Folder(deployment.state_folder)
+    ours.refuse_others(folder.path)
     _tell_of_others(asked, deployment)
     if way.beside_port is not None:
         _check_beside(wanted.unwritten(), way.beside_port)
@@ -217,15 +217,3 @@ def _tell_of_others(asked: Asked, deployment: Deployment) -> None:
         )
         if deployment.router.reach == "all":
             asked.tell("the other hosts' routers are not told; they pass on what a stopping replica refuses")
-
-
-def _clean(folder: Path, keep: Sequence[str]) -> None:
-    """Removes what this program made there, and nothing else."""
-    for name in OURS:
-        path = folder / name
-        if name in keep:
-            continue
-        if path.is_dir() and not path.is_symlink():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)

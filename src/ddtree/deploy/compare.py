@@ -1,10 +1,7 @@
 """A replica before and after: the same greedy prompts while it has no other requests, and what may differ."""
 
-import time
 from dataclasses import dataclass, field
 from typing import Any
-
-import httpx
 
 from ddtree.bench.smoke import smoke
 from ddtree.bench.suite import load_prompts
@@ -116,19 +113,9 @@ class Checks:
 def measure(at: Endpoint, limits: Limits) -> Measured:
     """Asks the first prompts of the suite, one after another, with nothing of them cached. Raises DeployFailed."""
     info = at.info()
-    forget(at)
+    at.forget()
     answers = tuple(at.ask(p.prompt, limits.max_tokens, limits.seconds) for p in load_prompts(limits.prompts))
     return Measured(info, answers)
-
-
-def forget(at: Endpoint) -> None:
-    """Lets the server drop cached prefixes: a replica that saw the prompts before would answer faster."""
-    headers = {"Authorization": f"Bearer {at.api_key}"} if at.api_key else {}
-    for path in ("/reset_prefix_cache", "/flush_cache"):  # ddtree's and vLLM's; SGLang's
-        try:
-            httpx.post(f"{at.url}{path}", headers=headers, timeout=10, trust_env=False, verify=False)
-        except httpx.HTTPError:
-            time.sleep(0.1)  # it is said by the answers that follow
 
 
 def judge(before: Measured, after: Measured, limits: Limits) -> Verdict:

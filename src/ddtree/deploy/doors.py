@@ -6,7 +6,7 @@ from pathlib import Path
 
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.generation import Door, Generation
-from ddtree.deploy.routers import Nginx
+from ddtree.deploy.routers import Nginx, unread
 from ddtree.deploy.site import POLL_S, SHOWN, Site, check_free
 
 LISTENS_S = 20.0  # for a router to take connections
@@ -22,6 +22,8 @@ def router_change(site: Site, target: Generation) -> str | None:
         return "start"
     if running.unit_print(door.service) != target.unit_print(door.service):
         return "restart"
+    if door.config is not None and unread(Path(door.config)).exists():
+        return "reload"
     return "reload" if any(_differs(place, text) for place, text in target.own_files(door.service).items()) else None
 
 
@@ -48,6 +50,8 @@ def turn_router(site: Site, target: Generation) -> None:
         site.stop(door.service)
     check_free(door.service, door.address)
     site.install(target, door.service)
+    if door.config is not None:
+        unread(Path(door.config)).unlink(missing_ok=True)  # a start reads it
     site.manager.start(door.service)
     _wait_for_door(site, door)
     site.tell(f"{door.service}: listens on {door.address}")
@@ -55,7 +59,7 @@ def turn_router(site: Site, target: Generation) -> None:
 
 def _wait_for_door(site: Site, door: Door) -> None:
     host, _, port = door.address.rpartition(":")
-    host = "127.0.0.1" if host in ("0.0.0.0", "") else host
+    host = host.strip("[]")
     until = time.monotonic() + LISTENS_S
     while True:
         found = site.manager.state(door.service)

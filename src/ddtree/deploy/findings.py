@@ -12,7 +12,6 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from ddtree.deploy import applied
-from ddtree.deploy.render import place
 from ddtree.deploy.spec import Deployment
 from ddtree.deploy.units import NGINX
 from ddtree.doctor import Finding
@@ -40,6 +39,10 @@ def programs(d: Deployment, host: str) -> Iterator[Finding]:
         except KeyError:
             yield finding("fail", "user-missing", d.user, f"there is no user {d.user}", "the system's list of users",
                           f"useradd --system --shell /usr/sbin/nologin {d.user}")  # fmt: skip
+    if d.scope == "system" and d.cache and not os.path.isdir(d.cache):
+        yield finding("fail", "cache-missing", d.cache, f"the folder {d.cache} of cache is not there, and systemd "
+                      "starts no service that may write to it", "no such folder",
+                      f"install --directory --owner {d.user} {d.cache}")  # fmt: skip
     if d.secrets:
         yield from _secrets(d.secrets)
 
@@ -84,7 +87,7 @@ def duplicates(d: Deployment, host: str, others: Iterable[applied.Applied]) -> I
     replicas = d.on(host)
     names = [replica.name for replica in replicas] + ([d.router_name] if d.routed != "none" else [])
     for name in names:
-        there = applied.read(Path(place(d, f"{host}/systemd/{name}.service")).expanduser())
+        there = applied.read(applied.unit_folder(d.scope) / f"{name}.service")
         if there is not None and not there.deployment:
             yield finding("fail", "name-taken", name, f"a unit {name} is there, which ddtree deploy did not make",
                           f"{there.path}", "give the deployment another name in the file")  # fmt: skip
@@ -193,7 +196,7 @@ def _secrets(path: str) -> Iterator[Finding]:
 
 def _own(d: Deployment) -> list[applied.Applied]:
     """This deployment's units that are installed, or kept in its folder by a manager other than systemd."""
-    kept = [one for one in map(applied.read, d.state_folder.rglob("*.service")) if one is not None]
+    kept = [one for one in map(applied.read, d.state_folder.glob("run/*.service")) if one is not None]
     return [one for one in (*applied.applied(), *kept) if one.deployment == d.name]
 
 

@@ -1,5 +1,6 @@
 """Waits until a server says that it can answer: `python -m ddtree.deploy.health URL [SECONDS]`."""
 
+import http.client
 import sys
 import time
 import urllib.error
@@ -15,7 +16,7 @@ def healthy(url: str, seconds: float = ANSWER_SECONDS) -> bool:
     try:
         with opener.open(url, timeout=seconds) as answer:
             return bool(answer.status == 200)
-    except (OSError, ValueError):  # refused, 503 while it loads, or no URL
+    except (OSError, ValueError, http.client.HTTPException):  # refused, 503 while it loads, no URL, or no HTTP
         return False
 
 

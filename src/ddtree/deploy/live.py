@@ -9,6 +9,7 @@ import httpx
 from ddtree.deploy.failures import DeployFailed
 
 SHORT_S = 5.0  # for what is answered from memory
+FORGET_S = 10.0  # for a cache to be dropped
 RUNNING = ("ddtree_requests_running", "ddtree_requests_waiting")
 SGLANG_RUNNING = ("sglang:num_running_reqs", "sglang:num_queue_reqs")
 MODE_FLAG = "speculative_ddtree_mode"
@@ -38,6 +39,19 @@ class Endpoint:
     def url(self) -> str:
         """http://host:port"""
         return f"http://{self.address}"
+
+    @property
+    def _headers(self) -> dict[bytes, bytes]:
+        """In bytes: of a key that is no ASCII the server itself says what is wrong."""
+        return {b"Authorization": f"Bearer {self.api_key}".encode()} if self.api_key else {}
+
+    def forget(self) -> None:
+        """Lets the server drop cached prefixes: a replica that saw prompts before would answer them faster."""
+        for path in ("/reset_prefix_cache", "/flush_cache"):  # ddtree's and vLLM's; SGLang's
+            try:
+                self._send("POST", path, seconds=FORGET_S)
+            except httpx.HTTPError:
+                time.sleep(0.1)  # it is said by the answers that follow
 
     def healthy(self) -> tuple[bool, str]:
         """Whether it can generate, and else what it said."""
@@ -118,11 +132,11 @@ class Endpoint:
 
     def _send(self, method: str, path: str, body: Any = None, seconds: float = SHORT_S) -> httpx.Response:
         """Asks the replica itself, past any proxy of the environment; a connection of its own each time."""
-        headers = {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
         # verify: nothing here is https, and certificates would be read anew for each request.
         return httpx.request(
-            method, f"{self.url}{path}", json=body, headers=headers, timeout=seconds, trust_env=False, verify=False
-        )
+            method, f"{self.url}{path}", json=body, headers=self._headers, timeout=seconds, trust_env=False,
+            verify=False,
+        )  # fmt: skip
 
 
 def mode_of(info: dict[str, Any]) -> str | None:

@@ -33,7 +33,7 @@ class Processes:
         write(self._run / f"{service}.service", text, 0o600)
 
     def uninstall(self, service: str) -> None:
-        for suffix in (".service", ".json", ".tmp"):
+        for suffix in (".service", ".json"):
             (self._run / f"{service}{suffix}").unlink(missing_ok=True)
 
     def start(self, service: str) -> None:
@@ -82,7 +82,9 @@ class Processes:
         command = [word.replace("$MAINPID", str(pid)).replace("${MAINPID}", str(pid)) for word in unit.reload]
         environment = {**os.environ, **unit.settled_environment()}
         try:
-            done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=RELOAD_S)
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, errors="replace", timeout=RELOAD_S
+            )
         except (OSError, subprocess.TimeoutExpired) as error:
             raise DeployFailed(f"{service} cannot be reloaded: {error}") from error
         if done.returncode:

@@ -32,13 +32,5 @@ def render(deployment: Deployment, down: Collection[str] = ()) -> dict[str, str]
     return {path: f"{head}\n{text}" for path, text in files.items()}
 
 
-def place(deployment: Deployment, path: str) -> str:
-    """Where a rendered file belongs on its host, from / or ~/ on: units where systemd looks, the others in `place`."""
-    _, kind, name = path.split("/")
-    if kind != "systemd":
-        return f"{deployment.place}/{kind}/{name}"
-    return f"/etc/systemd/system/{name}" if deployment.scope == "system" else f"~/.config/systemd/user/{name}"
-
-
 def _environment(replica: Replica) -> str:
     return "".join(f"{environment_line(name, value)}\n" for name, value in replica.environment.items())

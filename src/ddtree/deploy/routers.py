@@ -12,6 +12,7 @@ from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.live import SHORT_S
 from ddtree.deploy.managers import Manager
 from ddtree.deploy.procs import POLL_S, children, title
+from ddtree.deploy.render import MADE
 
 SWITCH_S = 20.0  # for nginx to let its new workers take over
 WORKER_S = 30.0  # for sglang-router to take in a worker
@@ -56,9 +57,10 @@ class Nginx:
 
     def _change(self, text: str) -> None:
         """Writes and reloads; returns once no worker with the former configuration takes requests."""
-        before = self._text()
-        if text == before:
+        before, mark_file = self._text(), unread(self._config)
+        if text == before and not mark_file.exists():
             return
+        write(mark_file, f"{MADE}a command: {self._config.name} is not read yet\n", 0o644)
         master = self._manager.state(self._service).pid
         workers = set(children(master)) if master else set()
         write(self._config, text, 0o644)
@@ -69,6 +71,7 @@ class Nginx:
             raise
         if master:
             self._wait_for_workers(master, workers)
+        mark_file.unlink(missing_ok=True)
 
     def _wait_for_workers(self, master: int, former: set[int]) -> None:
         until = time.monotonic() + SWITCH_S
@@ -132,6 +135,11 @@ class SGLangRouter:
         if response.status_code >= httpx.codes.BAD_REQUEST:
             raise DeployFailed(f"sglang-router at {self._url}{path} answers {response.status_code}: {found}")
         return found if isinstance(found, dict) else {}
+
+
+def unread(config: Path) -> Path:
+    """A file that is there while nginx may not have read its configuration: a command may be killed before a reload."""
+    return config.with_name(f".{config.name}.unread")
 
 
 def has(text: str, address: str) -> bool:

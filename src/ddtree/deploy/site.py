@@ -90,10 +90,11 @@ class Site:
 
     def install(self, generation: Generation, service: str) -> None:
         """Puts the unit and the files that it reads in place; what runs goes on."""
-        put_files(generation, service)
-        self.manager.install(service, generation.unit_text(service))
+        # Noted first: after a kill in between, what was put in place is known, and is put right or taken away.
         self.state.services[service] = generation.number
         self.save()
+        put_files(generation, service)
+        self.manager.install(service, generation.unit_text(service))
 
     def start(self, generation: Generation, member: Member) -> float:
         """Starts an installed replica and waits until it is healthy; seconds that it took."""

@@ -188,6 +188,8 @@ def load(path: Path, sets: Sequence[str] = ()) -> Deployment:
 
     Raises ModelNotFound, DamagedFile or InvalidOption, naming the file or the field and the remedy.
     """
+    if not path.name.isprintable() or path.name.endswith("\\"):  # it stands in the first line of each rendered file
+        raise InvalidOption(f"{str(path)!r} cannot be used: give the file a name of printable signs, no \\ at its end")
     raw = read_toml(path, sets, "docs/deploy.md", "mode=linear")
     if "gpus" in raw:
         raw["gpus"] = limits.gpus_of_file(raw["gpus"])

@@ -69,7 +69,7 @@ class Folder:
         """The lock, for one command. Raises Locked where another one holds it."""
         try:
             self.path.mkdir(mode=0o755, parents=True, exist_ok=True)
-            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
         except OSError as error:
             raise DeployFailed(
                 f"{self.path} cannot be written ({error.strerror}): run this as who may, or set folder"
@@ -106,6 +106,8 @@ class Folder:
             )
         except FileNotFoundError:
             return State()
+        except OSError as error:
+            raise DeployFailed(f"{path} cannot be read ({error.strerror}): run this as who may") from error
         except (ValueError, TypeError, KeyError, AttributeError) as error:
             raise DeployFailed(
                 f"{path} is damaged ({error}): remove it after stopping the services, then apply"
@@ -129,7 +131,10 @@ class Folder:
             texts = {path: (folder / "files" / path).read_text(encoding="utf-8") for path in paths}
             return Generation.of(number, texts, facts)
         except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
-            raise DeployFailed(f"generation {number} cannot be read ({error}): apply again") from error
+            raise DeployFailed(
+                f"generation {number} cannot be read ({error}): run this as who may; where it is damaged, stop the "
+                f"services, remove {self.path}, and apply"
+            ) from error
 
     def pointed(self, name: str) -> Generation | None:
         """The generation that `current` or `previous` names."""

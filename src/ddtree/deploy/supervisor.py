@@ -10,17 +10,20 @@ import pwd
 import signal
 import subprocess
 import sys
-import threading
 import time
 from collections import deque
 from pathlib import Path
 from typing import Any
 
+from ddtree.deploy.atomic import write
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.procs import Process, signal_number
 from ddtree.deploy.unit_file import Unit, parse
 
+LOOK_S = 0.1  # between two looks whether a stop was asked for, or the command has ended
 GROWTH = 2.0  # each pause before another start is so much longer
+MOST_GROWTHS = 60  # beyond it, a pause is the longest one whatever it began with
+KILLED_S = 5.0  # for the kernel to end what was killed
 PRE_SECONDS = 90.0  # for a command of ExecStartPre=
 # What a service of the user's systemd has of its manager's environment; all else comes from the unit.
 KEPT = (
@@ -37,7 +40,7 @@ class Supervisor:
         self._unit: Unit = parse(unit_file.stem, unit_file.read_text(encoding="utf-8"), runtime)
         self._status = status_file
         self._child: subprocess.Popen[bytes] | None = None
-        self._stop = threading.Event()
+        self._stop = False  # no Event: its set() in a signal's handler can wait for ever for the lock of its wait()
         self._starts: deque[float] = deque()
         self._restarts = 0
 
@@ -46,9 +49,17 @@ class Supervisor:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._asked_to_stop)
         signal.signal(signal.SIGHUP, signal.SIG_IGN)  # the terminal that this was started from has closed
+        try:
+            return self._starts_until_over()
+        finally:  # also of a fault of our own, as a full disk: nothing runs that nobody knows of
+            if self._child is not None:
+                self._kill_group(self._child.pid)
+                self._child.wait(timeout=KILLED_S)
+
+    def _starts_until_over(self) -> int:
         while True:
             code = self._once()
-            if self._stop.is_set():
+            if self._stop:
                 return self._end("stopped", code, 0)
             over = self._unit.restart == "no" or (self._unit.restart == "on-failure" and code == 0)
             if over or code in self._unit.never_again:
@@ -56,19 +67,26 @@ class Supervisor:
             if self._too_many():
                 print(f"{self._unit.name}: started {len(self._starts)} times in a row: given up", flush=True)
                 return self._end("failed", code, 1)
-            pause = min(self._unit.restart_s * GROWTH**self._restarts, self._unit.restart_most_s)
+            pause = min(self._unit.restart_s * GROWTH ** min(self._restarts, MOST_GROWTHS), self._unit.restart_most_s)
             self._write("waiting", code)
             print(f"{self._unit.name}: ended with {code}; started again in {pause:g} s", flush=True)
-            if self._stop.wait(pause):
+            if self._pause(pause):
                 return self._end("stopped", code, 0)
             self._restarts += 1
+
+    def _pause(self, seconds: float) -> bool:
+        """Waits, but no longer than until a stop is asked for; whether it is."""
+        until = time.monotonic() + seconds
+        while not self._stop and time.monotonic() < until:
+            time.sleep(min(LOOK_S, seconds))
+        return self._stop
 
     def _once(self) -> int:
         """One start, until its end; the exit code, negative for a signal."""
         self._starts.append(time.monotonic())
         try:
             options = self._options()
-            for folder in self._unit.runtime_folders:
+            for folder in self._unit.folders:
                 Path(folder).mkdir(mode=0o755, parents=True, exist_ok=True)
                 if "user" in options:
                     os.chown(folder, options["user"], options["group"])
@@ -80,7 +98,7 @@ class Supervisor:
         except (OSError, KeyError, subprocess.SubprocessError, DeployFailed) as error:
             print(f"{self._unit.name}: cannot be started: {error}", flush=True)
             return 203  # what systemd says then
-        if self._stop.is_set():  # told between the fork and here
+        if self._stop:  # told between the fork and here
             self._signal_child()
         self._write("running", None)
         code = self._wait()
@@ -106,17 +124,17 @@ class Supervisor:
         until = None
         while True:
             try:
-                return self._child.wait(timeout=0.1)
+                return self._child.wait(timeout=LOOK_S)
             except subprocess.TimeoutExpired:
-                if self._stop.is_set():
+                if self._stop:
                     until = until or time.monotonic() + self._unit.stop_s
                     if time.monotonic() > until:
                         print(f"{self._unit.name}: not ended within {self._unit.stop_s:g} s: killed", flush=True)
                         self._kill_group(self._child.pid)
 
     def _asked_to_stop(self, _number: int, _frame: Any) -> None:
-        if not self._stop.is_set():
-            self._stop.set()
+        if not self._stop:
+            self._stop = True
             self._signal_child()
 
     def _signal_child(self) -> None:
@@ -153,9 +171,7 @@ class Supervisor:
             "restarts": self._restarts,
             "at": time.time(),
         }
-        temporary = self._status.with_suffix(".tmp")
-        temporary.write_text(json.dumps(told), encoding="utf-8")
-        temporary.replace(self._status)
+        write(self._status, json.dumps(told), 0o644)
 
 
 if __name__ == "__main__":

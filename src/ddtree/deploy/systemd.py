@@ -4,8 +4,8 @@ import os
 import shutil
 import subprocess
 import time
-from pathlib import Path
 
+from ddtree.deploy.applied import unit_folder
 from ddtree.deploy.atomic import write
 from ddtree.deploy.failures import DeployFailed
 from ddtree.deploy.managers import Service
@@ -25,8 +25,7 @@ class Systemd:
 
     def __init__(self, scope: str) -> None:
         self._scope = scope
-        config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
-        self.folder = Path("/etc/systemd/system") if scope == "system" else Path(config) / "systemd/user"
+        self.folder = unit_folder(scope)
 
     def install(self, service: str, text: str) -> None:
         path = self.folder / f"{service}.service"
@@ -52,6 +51,8 @@ class Systemd:
 
     def stop(self, service: str) -> None:
         unit = f"{service}.service"
+        if not (self.folder / unit).exists() and self.state(service).state in ("stopped", "failed"):
+            return  # a command was killed before it had installed it
         self._do("disable", unit, may_fail=True)
         self._do("stop", unit, seconds=self._stop_seconds(service) + STOP_SLACK_S)
         self._do("reset-failed", unit, may_fail=True)
@@ -80,7 +81,7 @@ class Systemd:
         command = ["journalctl", *(["--user-unit"] if self._scope == "user" else ["--unit"]), f"{service}.service"]
         command += ["--lines", str(lines), "--no-pager", "--output", "cat", "--quiet"]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=30)
+            done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=30)
         except (OSError, subprocess.TimeoutExpired) as error:
             return f"(its log cannot be read: {error})"
         return done.stdout.strip() or f"(the journal has no line of it: {' '.join(command)})"
@@ -110,6 +111,6 @@ def problem(scope: str) -> str | None:
 def _systemctl(scope: str, *words: str, seconds: float = COMMAND_S) -> subprocess.CompletedProcess[str]:
     command = ["systemctl", *(["--user"] if scope == "user" else []), *words]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+        return subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=seconds)
     except subprocess.TimeoutExpired as error:
         raise DeployFailed(f"{' '.join(command)} did not end within {seconds:g} s") from error

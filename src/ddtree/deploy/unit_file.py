@@ -12,8 +12,14 @@ from pathlib import Path
 
 from ddtree.deploy.failures import DeployFailed
 
+CACHES = "/var/cache"  # where CacheDirectory= of the system's systemd lies; units of a user's have none
 SPANS = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "sec": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "hr": 3600.0, "d": 86400.0}
 PREFIXES = "@-:+!"  # before a command of ExecStart=; of these only "-" means something here
+# Of an environment file: what stands before a value, a value's quoted parts, and what follows them.
+KEY = re.compile(r"[ \t\r\n]*(?:[#;][^\r\n]*|([^ \t\r\n][^=\r\n]*)(=?))?")
+QUOTED = re.compile(r"[ \t]*(?:\"((?:[^\"\\]|\\.)*)\"?|'([^']*)'?)", re.S)
+BARE = re.compile(r"[ \t]*((?:[^\\\r\n]|\\.)*?)[ \t]*(?:[\r\n]|\\?\Z)", re.S)
+NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
 @dataclass(frozen=True)
@@ -36,7 +42,7 @@ class Unit:
     stop_signal: str = "SIGTERM"
     never_again: tuple[int, ...] = ()  # exit codes of RestartPreventExitStatus=
     user: str | None = None
-    runtime_folders: tuple[str, ...] = ()  # of RuntimeDirectory=, whole paths
+    folders: tuple[str, ...] = ()  # of RuntimeDirectory= and CacheDirectory=, whole paths
     text: str = field(default="", repr=False)
 
     def settled_environment(self) -> dict[str, str]:
@@ -49,6 +55,8 @@ class Unit:
                 if optional:
                     continue
                 raise DeployFailed(f"{self.name} reads {path}, which is not there: render it again") from None
+            except (OSError, UnicodeDecodeError) as error:
+                raise DeployFailed(f"{self.name} reads {path}, which cannot be read: {error}") from error
             settled |= read_environment(text)
         return settled
 
@@ -72,7 +80,7 @@ def parse(name: str, text: str, runtime: str | None = None) -> Unit:
         return re.sub(r"%(.)", lambda found: _specifier(name, found[1], meant), value)
 
     def last(key: str, default: str) -> str:
-        return plain(entries.get(key, [default])[-1] or default)
+        return plain((entries.get(key) or [default])[-1])
 
     def commands(key: str) -> list[tuple[str, ...]]:
         return [words(line, plain) for line in entries.get(key, [])]
@@ -101,7 +109,11 @@ def parse(name: str, text: str, runtime: str | None = None) -> Unit:
         stop_signal=last("KillSignal", "SIGTERM"),
         never_again=tuple(int(word) for word in last("RestartPreventExitStatus", "").split() if word.isdigit()),
         user=last("User", "") or None,
-        runtime_folders=tuple(f"{runtime}/{word}" for word in last("RuntimeDirectory", "").split()),
+        folders=tuple(
+            f"{root}/{word}"
+            for root, key in ((runtime, "RuntimeDirectory"), (CACHES, "CacheDirectory"))
+            for word in last(key, "").split()
+        ),
         text=text,
     )
 
@@ -126,12 +138,36 @@ def seconds(text: str) -> float:
 
 
 def read_environment(text: str) -> dict[str, str]:
-    """The variables of an environment file: NAME=VALUE, values in quotes (which may hold newlines) or not."""
+    """The variables of an environment file, as systemd reads it (systemd.exec, EnvironmentFile=).
+
+    Quoted parts of a value may hold newlines, and what follows them belongs to it; outside of quotes a backslash is
+    taken away and keeps what comes next. A line without =, or with a name that is none, says nothing.
+    """
     found: dict[str, str] = {}
-    pattern = re.compile(r"""^[ \t]*(\w+)[ \t]*=[ \t]*(?:"((?:[^"\\]|\\.)*)"|'([^']*)'|([^\n]*))[ \t]*$""", re.M | re.S)
-    for name, double, single, bare in pattern.findall(text):
-        found[name] = re.sub(r'\\(["\\$`])', r"\1", double) or single or bare.strip()
+    at = 0
+    while at < len(text) and (line := KEY.match(text, at)) is not None:
+        at = line.end()
+        if line[2]:
+            value, at = _value(text, at)
+            if NAME.fullmatch(name := line[1].rstrip()):
+                found[name] = value
     return found
+
+
+def _value(text: str, at: int) -> tuple[str, int]:
+    """The value that begins there, and where it ends."""
+    parts = []
+    while (quoted := QUOTED.match(text, at)) is not None:
+        parts.append(_unescaped(quoted[1], r'["\\$`\n]') if quoted[1] is not None else quoted[2])
+        at = quoted.end()
+    bare = BARE.match(text, at)
+    assert bare is not None  # it takes whatever there is
+    return "".join([*parts, _unescaped(bare[1], ".")]), bare.end()
+
+
+def _unescaped(text: str, signs: str) -> str:
+    """Without the backslashes before these signs; with a newline behind it, both are taken away."""
+    return re.sub(rf"\\({signs})", lambda found: found[1].strip("\n"), text, flags=re.S)
 
 
 def _specifier(unit: str, letter: str, meant: dict[str, str]) -> str:
@@ -143,7 +179,7 @@ def _specifier(unit: str, letter: str, meant: dict[str, str]) -> str:
 def _entries(text: str) -> dict[str, list[str]]:
     """Every key's values in order; an empty value takes back those before it. Long lines may end in a backslash."""
     entries: dict[str, list[str]] = {}
-    for line in map(str.strip, re.sub(r"\\\n\s*", " ", text).splitlines()):
+    for line in map(str.strip, re.sub(r"\\\n[ \t]*", " ", text).splitlines()):
         if not line or line[0] in "#;[" or "=" not in line:
             continue
         key, _, value = line.partition("=")
