@@ -66,14 +66,14 @@ class DevicePrompts(Prompts):
 
     def sizes(self, chunk: int) -> list[int]:
         """See Prompts.sizes. The largest comes first: smaller graphs find their memory there."""
-        most = PADDED[-1]
-        longer = sorted({most + 1, most + 16, chunk} - set(range(most + 1))) if chunk > most else []
+        kinds = sorted({size + more for size in (PADDED[-1], SHORT) for more in _KINDS[1:]} | {chunk})
+        longer = [size for size in kinds if PADDED[-1] < size <= chunk and not self._is_cut(size, 0)]
         return [size for size in [*reversed(PADDED), *longer] if size <= self._store.length]
 
     def forward(self, slot: int, tokens: Sequence[int], start: int) -> Tensor:
         """See Prompts.forward."""
         most = PADDED[-1]
-        if most < len(tokens) <= SHORT and start + len(tokens) <= self._store.length - most:
+        if self._is_cut(len(tokens), start):
             for begin in range(0, len(tokens) - most, most):
                 self.forward(slot, tokens[begin : begin + most], start + begin)
             begin = (len(tokens) - 1) // most * most
@@ -93,6 +93,10 @@ class DevicePrompts(Prompts):
         padded.graph.replay()
         assert padded.logits is not None
         return padded.logits
+
+    def _is_cut(self, size: int, start: int) -> bool:
+        """Whether a piece goes as several padded ones, the last of which has room behind it."""
+        return PADDED[-1] < size <= SHORT and start + size <= self._store.length - PADDED[-1]
 
     def _allocate(self, rows: int) -> _Padded:
         store = self._store
