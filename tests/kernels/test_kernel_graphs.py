@@ -182,7 +182,7 @@ def test_two_graphs_give_the_tokens_of_the_host(make, request, device, lanes, mo
         assert records.ways <= {"graph", "two graphs"}
         runner = engine.scheduler._runner
         assert isinstance(runner, DeviceRunner)
-        assert any(made.split for made in runner._made.values())
+        assert any(made.split for made in runner._made.all())
     if events is not None:
         assert sum(event.startswith("replay") for event in events) >= 2 * len(records.found)
 
@@ -249,7 +249,7 @@ def test_preparing_captures_both_kinds(either, device, monkeypatch) -> None:
         lane = engine._request([1], SamplingParams(), TREE).lane
         with torch.inference_mode():
             engine.scheduler._runner.prepare(lane, 1)
-        [made] = engine.scheduler._runner._made.values()
+        [made] = engine.scheduler._runner._made.all()
         assert made.whole is not None
         assert made.split is not None
         monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: pytest.fail("a round was captured"))
