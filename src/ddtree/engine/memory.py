@@ -159,9 +159,12 @@ class Planner:
 
     def _prefill(self, length: int) -> int:
         size = self._target.states(self._chunk) + self._target.masks(self._chunk, length)
+        size += 0 if self._drafter is None else self._drafter.states(self._chunk)
         if self._kernels:  # short pieces keep their attention's memory
             size += sum(self._target.workspace(1, rows, length) for rows in PADDED)
-        return size if self._drafter is None else size + self._drafter.states(self._chunk)
+        if self._captured is not None:  # their graphs share the rest, apart from what longer pieces take
+            size += self._states(1, PADDED[-1]) + self._logits(len(PADDED), 1)
+        return size
 
     def _graphs(self, requests: int, length: int) -> int:
         """Each graph keeps its logits; what else a round takes, graphs share. Attention's memory is that of the
