@@ -75,7 +75,8 @@ def test_shapes_that_requests_choose_do_not_add_up():
         return Shape(batch=1, width=width, depth=3, ranks=2, shadows=False, ends=8)
 
     made: list[Shape] = []
-    kept = StaticBatches(lambda shape: made.append(shape) or SimpleNamespace(shape=shape, stays=False), CPU)
+    batch = SimpleNamespace(ends=torch.zeros(1))
+    kept = StaticBatches(lambda shape: made.append(shape) or SimpleNamespace(shape=shape, stays=False, batch=batch))
     own = kept.get(shape(1), stays=True)
     for width in range(2, MOST_OTHERS + 2):
         kept.get(shape(width))

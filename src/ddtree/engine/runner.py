@@ -117,7 +117,7 @@ class DeviceRunner:
         self._context = context
         self._made_texts: DeviceTexts | None = None
         self._host = HostRunner(target, drafter, store)
-        self._made = StaticBatches(self._allocate, target.spec.device)
+        self._made = StaticBatches(self._allocate)
         self._current: Captured | None = None
         # Of what a round takes beside its results; graphs share it, since they are replayed one after another.
         self._pool: Any = None

@@ -39,9 +39,9 @@ class Captured:
 class StaticBatches:
     """One for each shape: those that were prepared, and of the others the latest used."""
 
-    def __init__(self, make: Callable[[Shape], Captured], device: torch.device) -> None:
+    def __init__(self, make: Callable[[Shape], Captured]) -> None:
         """make: allocates one."""
-        self._make, self._device = make, device
+        self._make = make
         self._made: dict[Shape, Captured] = {}  # the latest used is the last
 
     def get(self, shape: Shape, stays: bool = False) -> Captured:
@@ -64,8 +64,9 @@ class StaticBatches:
         others = [shape for shape, made in self._made.items() if not made.stays]
         if len(others) < MOST_OTHERS:
             return
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)  # a part that was launched for a sequence that left may still run
+        device = self._made[others[0]].batch.ends.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a part that was launched for a sequence that left may still run
         del self._made[others[0]]
 
 
