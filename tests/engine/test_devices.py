@@ -104,7 +104,7 @@ def test_after_the_warm_up_no_request_waits_for_a_capture(folders, mode, monkeyp
     monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: pytest.fail("a round was captured"))
     found = engine.generate(PROMPTS, PARAMS)
     assert [g.token_ids for g in found] == [g.token_ids for g in expected]
-    assert engine.scheduler._runner._made, "rounds ran on the device"  # type: ignore[union-attr]
+    assert engine.scheduler._runner._made.all(), "rounds ran on the device"  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize("name", ["gpu", "mps", "cuda:99", "cuda:99999", "cpu:x", "cpu:7", ""])

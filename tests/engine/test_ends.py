@@ -181,6 +181,28 @@ def test_two_streams_at_once_do_not_share_a_slot():
     assert texts == ["abcdefghijklmnopqrstuvwxyz"] * 2
 
 
+def test_a_step_that_fails_ends_every_stream(monkeypatch):
+    """Also those whose readers did not take that step: they wait for nothing."""
+    engine = reciting("abcdefghijklmnopqrstuvwxyz", block=4, mode="tree")
+    one, two = (engine.stream([0], SamplingParams(max_tokens=26)) for _ in range(2))
+    next(one), next(two)
+    step, steps = engine.scheduler.step, []
+
+    def failing():
+        steps.append(1)
+        assert len(steps) < 50, "it turns for ever"
+        if len(steps) == 1:
+            raise RuntimeError("a fault")
+        return step()
+
+    monkeypatch.setattr(engine.scheduler, "step", failing)
+    with pytest.raises(RuntimeError, match="a fault"):
+        list(one)
+    with pytest.raises(DDTreeError, match="this answer was dropped"):
+        list(two)
+    assert next(chunk.text for chunk in engine.stream([0], SamplingParams(max_tokens=3))) == "a"
+
+
 @pytest.mark.parametrize(
     ("prompt", "params", "error", "words"),
     [

@@ -9,7 +9,7 @@ from ddtree.config import EngineConfig, Speculation
 from ddtree.drafter import write_vocabulary
 from ddtree.engine import loading
 from ddtree.engine.loading import load_pair
-from ddtree.errors import InvalidOption
+from ddtree.errors import InvalidOption, UnsupportedModel
 from ddtree.kernels import Rounded, backend
 from dflash_reference import BASE, change, random_tensors, save_checkpoint
 from llama_oracle import random_llama
@@ -67,6 +67,18 @@ def test_they_are_followed_where_the_kernels_can_be_used(device_type: str, monke
     kept = other.drafter._head.weight
     assert (kept.values.float() * kept.scale[:, None] - weight).abs().max() < weight.abs().max() / 250
     assert other.target.layers[0].down.weight.dtype is torch.bfloat16
+
+
+@pytest.mark.usefixtures("_folders")
+def test_blocks_deeper_than_the_kernels_trees_are_refused(tmp_path: Path, monkeypatch) -> None:
+    """At the start: the kernels cannot lay such a round, so every request would fail."""
+    raw = change(BASE, {"intermediate_size": 48, "block_size": 65})
+    save_checkpoint(tmp_path / "drafter", raw, random_tensors(raw))
+    config = EngineConfig(device="cpu", dtype="float32")
+    assert load_pair(config).drafter.config.depths == 64
+    monkeypatch.setattr(backend, "KINDS", {"cpu"})
+    with pytest.raises(UnsupportedModel, match=r"block_size 65 of the drafter is not supported on cpu: .* at most 64"):
+        load_pair(config)
 
 
 @pytest.mark.usefixtures("_folders")

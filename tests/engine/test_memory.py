@@ -114,6 +114,9 @@ def test_graphs_and_libraries_are_lines_of_their_own(models, monkeypatch):
     assert graphs.note == "rounds of up to 8 x 32 rows"
     logits = 61 * 32 * 4
     assert graphs.size > (8 + 4 + 2 + 1) * logits
+    single = Planner(models[0], models[1], 64, None)(Load(5, 300, 64))
+    pool = plan.facts()["prefill"] - single.facts()["prefill"]
+    assert pool > 128 * models[0].config.intermediate_size * 4, "graphs of prompts have a pool of their own"
 
 
 def test_an_engine_that_does_not_fit_is_refused_before_its_caches_are_made(models, monkeypatch):

@@ -12,6 +12,7 @@ from ddtree.engine.round import Lane
 from ddtree.engine.runner import DeviceRunner
 from ddtree.engine.sampling import RowSampler
 from ddtree.engine.shapes import Shape, buckets, prepared_shapes
+from ddtree.engine.static import MOST_OTHERS, StaticBatches
 from ddtree.errors import InvalidOption
 from ddtree.server.metrics import Metrics
 from scripted import CPU, HASHED_VOCAB, engine_for
@@ -50,7 +51,7 @@ def test_the_shapes_are_those_of_the_modes():
     assert shape("tree", 31, 16) == Shape(batch=1, width=32, depth=15, ranks=16, shadows=False, ends=8)
     assert shape("tree", 7, 16) == Shape(batch=1, width=8, depth=7, ranks=7, shadows=False, ends=8)
     assert shape("shadow-linear", 31, 16) == Shape(batch=1, width=47, depth=15, ranks=16, shadows=True, ends=8)
-    assert Shape.of([lane(Speculation("ar"))], 1, ends=12).ends == 12
+    assert [Shape.of([lane(Speculation("ar"))], 1, ends=ends).ends for ends in (9, 12, 16, 17)] == [16, 16, 16, 32]
 
 
 def test_rounds_with_a_text_are_shapes_of_their_own():
@@ -65,6 +66,31 @@ def test_rounds_beyond_the_kernels_are_not_prepared():
     assert prepared_shapes(lane(Speculation("tree", 255, 32)), 2)
     assert prepared_shapes(lane(Speculation("tree", 256, 32)), 2) == []
     assert prepared_shapes(lane(Speculation("tree", 63, 33)), 2) == []
+
+
+def test_shapes_that_requests_choose_do_not_add_up():
+    """A prepared one stays; of the others the one that was not used for longest goes."""
+
+    def shape(width: int) -> Shape:
+        return Shape(batch=1, width=width, depth=3, ranks=2, shadows=False, ends=8)
+
+    made: list[Shape] = []
+    batch = SimpleNamespace(ends=torch.zeros(1))
+    kept = StaticBatches(lambda shape: made.append(shape) or SimpleNamespace(shape=shape, stays=False, batch=batch))
+    own = kept.get(shape(1), stays=True)
+    for width in range(2, MOST_OTHERS + 2):
+        kept.get(shape(width))
+    assert kept.get(shape(2)).shape == shape(2)
+    assert len(kept.all()) == len(made) == 1 + MOST_OTHERS
+    kept.get(shape(200))
+    assert len(kept.all()) == 1 + MOST_OTHERS
+    assert kept.get(shape(1)) is own
+    made.clear()
+    for width in (2, *range(4, MOST_OTHERS + 2), 200):
+        kept.get(shape(width))
+    assert not made
+    kept.get(shape(3))
+    assert made == [shape(3)]
 
 
 def test_on_a_cpu_there_is_nothing_to_do(monkeypatch):

@@ -12,7 +12,7 @@ import torch
 
 from ddtree.config import EngineConfig, Grammar, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
-from ddtree.engine import Engine, RoundRecord, Text
+from ddtree.engine import Engine, RoundRecord, Text, static
 from ddtree.engine.following import GrammarMatcher
 from ddtree.engine.observer import Unobserved
 from ddtree.engine.prompts import Prompts
@@ -182,7 +182,7 @@ def test_two_graphs_give_the_tokens_of_the_host(make, request, device, lanes, mo
         assert records.ways <= {"graph", "two graphs"}
         runner = engine.scheduler._runner
         assert isinstance(runner, DeviceRunner)
-        assert any(made.split for made in runner._made.values())
+        assert any(made.split for made in runner._made.all())
     if events is not None:
         assert sum(event.startswith("replay") for event in events) >= 2 * len(records.found)
 
@@ -249,7 +249,7 @@ def test_preparing_captures_both_kinds(either, device, monkeypatch) -> None:
         lane = engine._request([1], SamplingParams(), TREE).lane
         with torch.inference_mode():
             engine.scheduler._runner.prepare(lane, 1)
-        [made] = engine.scheduler._runner._made.values()
+        [made] = engine.scheduler._runner._made.all()
         assert made.whole is not None
         assert made.split is not None
         monkeypatch.setattr(DeviceRunner, "_capture", lambda *args: pytest.fail("a round was captured"))
@@ -257,3 +257,20 @@ def test_preparing_captures_both_kinds(either, device, monkeypatch) -> None:
         assert found == fresh
         assert records.ways == {"two graphs"}
     assert events is None or sum(event.startswith("capture") for event in events) == 3 + 4
+
+
+@only_long
+def test_a_shape_that_was_given_up_is_captured_again(either, device, monkeypatch) -> None:
+    """Two sequences, then the longer one alone, twice: with room for one shape each batch gives up the other's."""
+    lanes = [GRAMMAR, PLAIN]
+    with graphs(device, monkeypatch) as events:
+        engine = either()
+        expected = [answers(engine, lanes)[0] for _ in range(2)]
+        before = None if events is None else len(events)
+        monkeypatch.setattr(static, "MOST_OTHERS", 1)
+        engine = either()
+        assert [answers(engine, lanes)[0] for _ in range(2)] == expected
+        assert len(engine.scheduler._runner._made.all()) == 1
+    if events is not None:
+        captures = [[e.startswith("capture") for e in part].count(True) for part in (events[:before], events[before:])]
+        assert captures[1] > captures[0]

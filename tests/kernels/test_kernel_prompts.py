@@ -96,7 +96,10 @@ def test_longer_pieces_are_several_padded_ones(folders, device, monkeypatch, siz
 def test_every_kind_of_piece_is_warmed_up(folders, device, monkeypatch) -> None:
     prompts, store = make(folders, device, True, monkeypatch)
     store.length = 4096
-    assert prompts.sizes(1024) == [*reversed(PADDED), 129, 144, 1024]
-    assert prompts.sizes(64) == [*reversed(PADDED)]
+    # Those of up to SHORT tokens go as padded ones: they would compile nothing for longer pieces.
+    assert prompts.sizes(1024) == [*reversed(PADDED), 258, 272, 1024]
+    assert prompts.sizes(256) == prompts.sizes(64) == [*reversed(PADDED)]
+    store.length = 200  # where they do not, they are launched as they are
+    assert prompts.sizes(1024) == [*reversed(PADDED), 130, 144]
     store.length = 50
     assert prompts.sizes(1024) == [32, 16]

@@ -51,6 +51,16 @@ def test_graphs_are_refused_on_a_cpu(tiny_target: Path) -> None:
         load_answers(part(tiny_target), DataPart(decoder="graphs"))
 
 
+def test_too_many_rows_are_refused_by_name(tiny_target: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: object) -> None:
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(decode, "Rows", full)
+    batch = load_answers(part(tiny_target), DataPart(max_length=128, batch=8, decoder="plain"))
+    with pytest.raises(InvalidOption, match=r"8 answers of 128 tokens \(full\): lower data.batch"):
+        batch([[1, 2]], [SamplingParams(3)])
+
+
 def test_draws_follow_the_distribution(tmp_path: Path) -> None:
     random_llama(vocab_size=13, hidden_size=32, num_hidden_layers=2, head_dim=16).save_pretrained(tmp_path)
     target = LlamaTarget.load(tmp_path, torch.float32, torch.device("cpu"))

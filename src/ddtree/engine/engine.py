@@ -26,7 +26,7 @@ from ddtree.engine.sampling import RowSampler, check_token_ids
 from ddtree.engine.scheduler import Scheduler
 from ddtree.engine.slots import SlotStore
 from ddtree.engine.text import Text
-from ddtree.errors import ContextLengthExceeded, InvalidOption
+from ddtree.errors import ContextLengthExceeded, DDTreeError, InvalidOption
 from ddtree.kernels.backend import usable
 from ddtree.layers import packs
 from ddtree.plan import Load, fit
@@ -304,6 +304,10 @@ class Engine:
     def _next(self, request: Request, observer: Observer | None) -> Chunk:
         """The next chunk of a request; chunks of other requests that come on the way are kept for their readers."""
         while not request.pending:
+            if not self.scheduler.has_work:
+                raise DDTreeError(
+                    "this answer was dropped: a step failed that the reader of another one took; ask again"
+                )
             self.scheduler.observer = observer or Unobserved()
             try:
                 news = self.scheduler.step()

@@ -9,8 +9,9 @@ from ddtree import models
 from ddtree.config import EngineConfig
 from ddtree.drafter import DFlashDrafter, Drafter, choose_vocabulary
 from ddtree.engine.device import choose_device, choose_dtype
-from ddtree.errors import InvalidOption
+from ddtree.errors import InvalidOption, UnsupportedModel
 from ddtree.kernels.backend import usable
+from ddtree.kernels.build import MOST_DEPTHS
 from ddtree.target import LlamaTarget, Target
 
 HALVES = (torch.float16, torch.bfloat16)
@@ -48,7 +49,18 @@ def load_pair(config: EngineConfig) -> Loaded:
         vocabulary = None if chosen is None else chosen.to(device)
         head = target.draft_head(vocabulary, rounded)
         drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded, vocabulary)
+        _check_depths(drafter, device)
     return Loaded(target, drafter, folder, (config.model, drafter_folder.name if drafter_folder else None))
+
+
+def _check_depths(drafter: Drafter, device: torch.device) -> None:
+    """Raises UnsupportedModel for blocks that are deeper than the kernels' trees."""
+    if usable(device) and drafter.config.depths > MOST_DEPTHS:
+        raise UnsupportedModel(
+            f"block_size {drafter.config.block_size} of the drafter is not supported on {device}: it must be at most"
+            f" {MOST_DEPTHS + 1}; use another drafter, or --device cpu",
+            param="block_size",
+        )
 
 
 def _invariant(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:

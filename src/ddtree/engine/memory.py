@@ -159,18 +159,20 @@ class Planner:
 
     def _prefill(self, length: int) -> int:
         size = self._target.states(self._chunk) + self._target.masks(self._chunk, length)
+        size += 0 if self._drafter is None else self._drafter.states(self._chunk)
         if self._kernels:  # short pieces keep their attention's memory
             size += sum(self._target.workspace(1, rows, length) for rows in PADDED)
-        return size if self._drafter is None else size + self._drafter.states(self._chunk)
+        if self._captured is not None:  # their graphs share the rest, apart from what longer pieces take
+            size += self._states(1, PADDED[-1]) + self._logits(len(PADDED), 1)
+        return size
 
     def _graphs(self, requests: int, length: int) -> int:
-        """Each shape keeps its attention's memory, each graph its logits; what else a round takes, graphs share."""
+        """Each graph keeps its logits; what else a round takes, graphs share. Attention's memory is that of the
+        largest, and as much again, since it doubles where a request's round is larger: see layers.place.Workspaces.
+        """
         rows, most = self._captured or 1, bucket(requests)
-        own = sum(
-            self._attention(batch, rows, length) + self._logits(batch, rows) + self._split(batch, rows)
-            for batch in buckets(requests)
-        )
-        return own + self._choices(most, rows) + self._states(most, rows)
+        own = sum(self._logits(batch, rows) + self._split(batch, rows) for batch in buckets(requests))
+        return own + 2 * self._attention(most, rows, length) + self._choices(most, rows) + self._states(most, rows)
 
     def _split(self, batch: int, rows: int) -> int:
         """What a round in two graphs keeps between them beside: its own logits, features, and a mask of every row."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
-from ddtree.engine.graphs import recording
+from ddtree.engine.graphs import Recorded, aside
 from ddtree.engine.slots import SlotStore
 from ddtree.layers import KVCache
 from ddtree.target import Target
@@ -50,8 +50,7 @@ class _Padded:
     told: Tensor  # [3 + rows] int64: slot, position, last row, token ids
     cache: KVCache
     drafter_cache: KVCache | None
-    logits: Tensor | None = None  # [1, V], once captured
-    graph: "torch.cuda.CUDAGraph | None" = None
+    graph: Recorded[Tensor] | None = None  # gives the logits [1, V]
 
 
 class DevicePrompts(Prompts):
@@ -66,14 +65,14 @@ class DevicePrompts(Prompts):
 
     def sizes(self, chunk: int) -> list[int]:
         """See Prompts.sizes. The largest comes first: smaller graphs find their memory there."""
-        most = PADDED[-1]
-        longer = sorted({most + 1, most + 16, chunk} - set(range(most + 1))) if chunk > most else []
+        kinds = sorted({size + more for size in (PADDED[-1], SHORT) for more in _KINDS[1:]} | {chunk})
+        longer = [size for size in kinds if PADDED[-1] < size <= chunk and not self._is_cut(size, 0)]
         return [size for size in [*reversed(PADDED), *longer] if size <= self._store.length]
 
     def forward(self, slot: int, tokens: Sequence[int], start: int) -> Tensor:
         """See Prompts.forward."""
         most = PADDED[-1]
-        if most < len(tokens) <= SHORT and start + len(tokens) <= self._store.length - most:
+        if self._is_cut(len(tokens), start):
             for begin in range(0, len(tokens) - most, most):
                 self.forward(slot, tokens[begin : begin + most], start + begin)
             begin = (len(tokens) - 1) // most * most
@@ -91,8 +90,11 @@ class DevicePrompts(Prompts):
         if padded.graph is None:
             return self._run(padded)
         padded.graph.replay()
-        assert padded.logits is not None
-        return padded.logits
+        return padded.graph.result
+
+    def _is_cut(self, size: int, start: int) -> bool:
+        """Whether a piece goes as several padded ones, the last of which has room behind it."""
+        return PADDED[-1] < size <= SHORT and start + size <= self._store.length - PADDED[-1]
 
     def _allocate(self, rows: int) -> _Padded:
         store = self._store
@@ -115,14 +117,8 @@ class DevicePrompts(Prompts):
     def _capture(self, padded: _Padded) -> None:
         """Record a forward, after some that compile kernels and allocate what stays. All of it in the spare slot."""
         log.debug("a prompt's piece of %d rows is captured", len(padded.told) - 3)
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with aside():
             for _ in range(2):
                 self._run(padded)
-        torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool):
-            padded.logits = self._run(padded)
-        padded.graph = graph
+        padded.graph = Recorded(lambda: self._run(padded), self._pool)

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -10,23 +10,20 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
-from ddtree.engine.consult import HostPart
 from ddtree.engine.context import DeviceTexts, SequenceContext
 from ddtree.engine.graphs import Letter, SplitRound, WholeRound, at_rest, rehearse
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
-from ddtree.engine.ops import DeviceOps, HostOps
+from ddtree.engine.ops import HostOps
 from ddtree.engine.request import Request
 from ddtree.engine.round import Batch, Lane, run_round
 from ddtree.engine.sampling import RowSampler
 from ddtree.engine.shapes import Shape, prepared_shapes
 from ddtree.engine.slots import SlotStore
-from ddtree.layers import KVCache
+from ddtree.engine.static import NO_TOKEN, Captured, StaticBatches, allocate
 from ddtree.target import Target
 from ddtree.tree import RoundState
 
 log = logging.getLogger("ddtree.engine")
-
-NO_TOKEN = -2  # fills the lists of end ids
 
 
 @dataclass
@@ -111,19 +108,6 @@ def fill(batch: Batch, requests: Sequence[Request]) -> None:
     batch.ends.copy_(torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
 
 
-@dataclass
-class Captured:
-    """The static batch of a shape, and its graphs."""
-
-    shape: Shape
-    batch: Batch
-    alone: DeviceOps  # for batches whose tokens the device chooses by itself
-    told: DeviceOps  # the same tensors, for batches that the host has a part in
-    whole: WholeRound | None = None
-    split: SplitRound | None = None
-    drafting: list[bool] = field(default_factory=list)  # who drafts, as the plan says
-
-
 class DeviceRunner:
     """Batches by shape, each with static tensors; rounds as CUDA graphs where that is possible and wanted."""
 
@@ -133,7 +117,7 @@ class DeviceRunner:
         self._context = context
         self._made_texts: DeviceTexts | None = None
         self._host = HostRunner(target, drafter, store)
-        self._made: dict[Shape, Captured] = {}
+        self._made = StaticBatches(self._allocate)
         self._current: Captured | None = None
         # Of what a round takes beside its results; graphs share it, since they are replayed one after another.
         self._pool: Any = None
@@ -147,7 +131,7 @@ class DeviceRunner:
             if self._made_texts is not None:
                 self._made_texts.give_back(*_texts_of(requests))
             return self._host.make(requests, observer)
-        captured = self._current = self._static_batch(shape)
+        captured = self._current = self._made.get(shape)
         self._tell(captured, requests, observer)
         return captured.batch
 
@@ -158,7 +142,7 @@ class DeviceRunner:
         on the spare slot, for sequences that are done.
         """
         for shape in prepared_shapes(lane, most):
-            captured = self._static_batch(shape)
+            captured = self._made.get(shape, stays=True)
             self._tell(captured, [], Unobserved())
             captured.batch.lanes = [lane]
             for ops in (captured.alone, captured.told):
@@ -226,29 +210,9 @@ class DeviceRunner:
             self._made_texts = DeviceTexts(self._store.count + 1, self._context, self._target.spec.device)
         return self._made_texts
 
-    def _static_batch(self, shape: Shape) -> Captured:
-        if shape not in self._made:
-            self._made[shape] = self._allocate(shape)
-        return self._made[shape]
-
     def _allocate(self, shape: Shape) -> Captured:
-        spec, store, slots = self._target.spec, self._store, [0] * shape.batch
         texts = self._texts.store if shape.context else None
-        ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts)
-        host = HostPart.allocate(shape.batch, shape.width, spec.vocab_size, spec.device)
-        batch = Batch(
-            target=self._target,
-            target_cache=_static(store.cache, slots),
-            drafter=self._drafter,
-            drafter_cache=_static(store.drafter_cache, slots) if self._drafter and store.drafter_cache else None,
-            lanes=(),
-            state=RoundState.allocate(shape.batch, shape.width, shape.depth, spec.device),
-            ends=torch.full((shape.batch, shape.ends), NO_TOKEN, dtype=torch.int64, device=spec.device),
-            observer=Unobserved(),
-            ops=ops,
-        )
-        batch.state.lay_roots()
-        return Captured(shape, batch, ops, replace(ops, host=host))
+        return allocate(shape, self._target, self._drafter, self._store, texts)
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
         batch, ops = captured.batch, captured.alone
@@ -289,8 +253,3 @@ def _texts_of(requests: Sequence[Request]) -> tuple[list[SequenceContext | None]
     """The sequences' own texts, and their slots."""
     running = [(request.lane.text, request.slot.index) for request in requests if request.slot is not None]
     return [text for text, _ in running], [slot for _, slot in running]
-
-
-def _static(cache: KVCache, slots: list[int]) -> KVCache:
-    """A view whose slots lie in a tensor of its own, which stays where it is."""
-    return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))

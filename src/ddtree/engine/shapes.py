@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from ddtree.engine.round import Lane
 from ddtree.kernels.build import MOST_RANKS, MOST_ROWS
 
-_ENDS = 8  # end ids of a captured batch; more make a batch of its own
+_ENDS = 8  # end ids of a captured batch; more make one of 16, 32, ...
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Shape:
             depth=max(lane.depth for lane in lanes),
             ranks=max(lane.ranks for lane in lanes),
             shadows=any(lane.mode.shadows for lane in lanes),
-            ends=max(_ENDS, ends),
+            ends=bucket(max(_ENDS, ends)),
             context=any(lane.text is not None for lane in lanes),
         )
 
@@ -41,7 +41,7 @@ class Shape:
 
 
 def bucket(size: int) -> int:
-    """Batches are padded to powers of two."""
+    """Batches, and their lists of end ids, are padded to powers of two."""
     return 1 << (size - 1).bit_length()
 
 

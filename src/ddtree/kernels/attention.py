@@ -11,7 +11,7 @@ reads the tree's rows where they lie, masked by the ancestor bits.
 """
 
 from dataclasses import dataclass
-from math import e, log2, sqrt
+from math import e, log2, prod, sqrt
 
 import torch
 from torch import Tensor
@@ -58,9 +58,21 @@ class AttentionWorkspace:
     first_chunk: int
     invariant: bool
 
+    @staticmethod
+    def floats(query: Tensor, cache: Tensor, first_chunk: int = 128) -> int:
+        """How many numbers of memory `allocate` lays its states into."""
+        count = prod(_states(query, cache, first_chunk))
+        return 2 * _aligned(count) + count * query.shape[3]
+
     @classmethod
     def allocate(
-        cls, query: Tensor, cache: Tensor, tiles: Tiles | None = None, invariant: bool = True, first_chunk: int = 128
+        cls,
+        query: Tensor,
+        cache: Tensor,
+        tiles: Tiles | None = None,
+        invariant: bool = True,
+        first_chunk: int = 128,
+        memory: Tensor | None = None,
     ) -> "AttentionWorkspace":
         """Memory for queries [B, N, heads, hd] like this one over a layer's cache [S, 2 * kv_heads, T, hd] like this.
 
@@ -68,24 +80,41 @@ class AttentionWorkspace:
             tiles: None takes what suits the dtype, the head size and the device.
             invariant: rows of a tree get the same bits as in any other tree that holds their path.
             first_chunk: keys of the first chunks, whole tiles, see chunk_bounds; rows' bits depend on it.
-        Raises ValueError for a first chunk that is not.
+            memory: [at least `floats`] float32 that others may use in between: nothing in it outlives one layer's
+                attention. None: its own.
+        Raises ValueError for a first chunk that is not whole tiles.
         """
-        batch, n, heads, dim = query.shape
-        kv, length, device = cache.shape[1] // 2, cache.shape[2], cache.device
+        batch, n, _, dim = query.shape
+        kv, device = cache.shape[1] // 2, cache.device
         tiles = tiles or pick_tiles(query.dtype, dim, _shared_memory(device))
         if first_chunk < 1 or first_chunk % tiles.keys:
             raise ValueError(f"first_chunk {first_chunk} must be a multiple of the {tiles.keys} keys of a tile")
-        states = (batch, kv, len(chunk_bounds(length, first_chunk)), n * (heads // kv))
+        if memory is None:
+            memory = torch.empty(cls.floats(query, cache, first_chunk), device=device, dtype=torch.float32)
+        states = _states(query, cache, first_chunk)
+        count, behind = prod(states), _aligned(prod(states))
         return cls(
-            peak=torch.empty(states, device=device, dtype=torch.float32),
-            total=torch.empty(states, device=device, dtype=torch.float32),
-            acc=torch.empty(*states, dim, device=device, dtype=torch.float32),
+            peak=memory[:count].view(states),
+            total=memory[behind : behind + count].view(states),
+            acc=memory[2 * behind : 2 * behind + count * dim].view(*states, dim),
             arrived=torch.zeros(batch * kv, device=device, dtype=torch.int32),
             paths=torch.zeros(batch, n, n, device=device, dtype=torch.int32),
             tiles=tiles,
             first_chunk=first_chunk,
             invariant=invariant,
         )
+
+
+def _states(query: Tensor, cache: Tensor, first_chunk: int) -> tuple[int, int, int, int]:
+    """The shape of AttentionWorkspace.peak."""
+    batch, n, heads, _ = query.shape
+    kv = cache.shape[1] // 2
+    return batch, kv, len(chunk_bounds(cache.shape[2], first_chunk)), n * (heads // kv)
+
+
+def _aligned(count: int) -> int:
+    """Numbers of float32 up to the next edge of 256 bytes, where allocations of their own would begin too."""
+    return -(-count // 64) * 64
 
 
 def chunk_bounds(length: int, first: int = 128) -> list[int]:

@@ -5,7 +5,7 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ddtree.kernels.common_jit import INTERPRETED, NAN_ORDER, follow, index_in, key_of, order_in, order_of
+from ddtree.kernels.common_jit import INTERPRETED, NAN_ORDER, follow, index_in, key_of, log_of, order_in, order_of
 
 NOTHING = tl.constexpr(-2139095041)  # order_of(-inf)
 
@@ -31,15 +31,6 @@ def _log1p_of_negative(v):
 
 
 @triton.jit
-def _log(x):
-    if INTERPRETED:  # noqa: SIM108 - a conditional expression would be compiled on both sides
-        result = tl.log(x)
-    else:
-        result = libdevice.log(x)
-    return result
-
-
-@triton.jit
 def _gumbel(bits):
     """Standard Gumbel noise of 32 random bits (uint32), float32."""
     # Both halves become floats through the mantissa of 2^23; the low one takes the + 0.5. Exact, as is the product: one
@@ -47,7 +38,7 @@ def _gumbel(bits):
     high = ((bits >> 16) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
     low = ((bits & 0xFFFF) | 0x4B000000).to(tl.float32, bitcast=True) - 8388607.5
     v = tl.minimum((high * 65536.0 + low) * 2.3283064365386963e-10, 0.9999999403953552)
-    return -_log(-_log1p_of_negative(v))
+    return -log_of(-_log1p_of_negative(v))
 
 
 @triton.jit(do_not_specialize=["pitch_depths", "pitch_masks", "pitch_words", "rows", "segments"])

@@ -4,6 +4,7 @@
 import triton
 import triton.language as tl
 from triton import knobs
+from triton.language.extra import libdevice
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 INTERPRETED = tl.constexpr(bool(knobs.runtime.interpret))  # no GPU: the interpreter knows no libdevice
@@ -17,6 +18,16 @@ def order_of(x):
     bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))
     order = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return tl.where(x != x, NAN_ORDER, order)
+
+
+@triton.jit
+def log_of(x):
+    """The natural logarithm; on a GPU libdevice's."""
+    if INTERPRETED:  # noqa: SIM108 - a conditional expression would be compiled on both sides
+        result = tl.log(x)
+    else:
+        result = libdevice.log(x)
+    return result
 
 
 @triton.jit

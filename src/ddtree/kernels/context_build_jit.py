@@ -6,20 +6,11 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ddtree.kernels.build_jit import FAR, ancestor_bits
-from ddtree.kernels.common_jit import DEAD, INTERPRETED, follow, order_of, value_of
+from ddtree.kernels.common_jit import DEAD, INTERPRETED, follow, log_of, order_of, value_of
 from ddtree.kernels.context_jit import LONGEST, ORDERS, search
 
 MINUS = tl.constexpr(float("-inf"))
 MIX = tl.constexpr(2)
-
-
-@triton.jit
-def _log(x):
-    if INTERPRETED:  # noqa: SIM108 - a conditional expression would be compiled on both sides
-        result = tl.log(x)
-    else:
-        result = libdevice.log(x)
-    return result
 
 
 @triton.jit
@@ -140,8 +131,8 @@ def _guess(
         rank = tl.min(tl.where(line == said, k, usable), 0)
         edge = tl.load(log_q + d * ranks + rank, mask=rank < usable, other=MINUS)
         share = tl.where(edge > MINUS, _exp(edge.to(tl.float64)), 0.0)
-        hit = tl.minimum(_log(c + (1.0 - c) * share).to(tl.float32), 0.0)
-        rest = _log(1.0 - c).to(tl.float32)
+        hit = tl.minimum(log_of(c + (1.0 - c) * share).to(tl.float32), 0.0)
+        rest = log_of(1.0 - c).to(tl.float32)
     return said, rank, hit, rest, level, share
 
 

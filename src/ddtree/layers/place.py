@@ -153,15 +153,28 @@ def _write_heads(
 
 @dataclass
 class Workspaces:
-    """Attention memory by shape, kept: a captured graph goes on using it."""
+    """Attention memory by shape, kept: a captured graph goes on using it.
+
+    Forwards run one after another, so all shapes lie in one piece of memory. For a shape that is too large for it there
+    is a new one of at least twice the size: so all pieces, which graphs go on using, are less than twice the last.
+    """
 
     invariant: bool = True
     _made: dict[tuple[int, ...], AttentionWorkspace] = field(default_factory=dict)
+    _memory: Tensor | None = None  # [numbers] float32, the largest piece
 
     def get(self, batch: int, rows: int, heads: Heads, cache: KVCache) -> AttentionWorkspace:
         """The workspace of B sequences of N rows over this cache."""
         key = (batch, rows, heads.queries, cache.length)
         if key not in self._made:
             query = torch.empty(batch, rows, heads.queries, heads.dim, dtype=cache.data.dtype, device="meta")
-            self._made[key] = AttentionWorkspace.allocate(query, cache.data[0], invariant=self.invariant)
+            memory = self._piece(AttentionWorkspace.floats(query, cache.data[0]), cache.data.device)
+            self._made[key] = AttentionWorkspace.allocate(query, cache.data[0], invariant=self.invariant, memory=memory)
         return self._made[key]
+
+    def _piece(self, count: int, device: torch.device) -> Tensor:
+        """Memory for so many numbers."""
+        least = 0 if self._memory is None else len(self._memory)
+        if self._memory is None or count > least:
+            self._memory = torch.empty(max(count, 2 * least), dtype=torch.float32, device=device)
+        return self._memory

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ddtree.engine.graphs import recording
+from ddtree.engine.graphs import Recorded, aside
+from ddtree.errors import InvalidOption
 from ddtree.layers import HostPlace, Segment
 from ddtree.target import LlamaTarget
 from ddtree.training.whole import Held, WholePlace
@@ -119,7 +120,7 @@ class Decoder:
         self._uses_graphs = graphs
         self._target, self._batch, self._length = target, batch, length
         self._rows: Rows | None = None
-        self._graphs: dict[tuple[int, int], torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[tuple[int, int], Recorded[None]] = {}
         self._pool: Any = None
         self._ends = torch.tensor(list(target.spec.end_ids), dtype=torch.int64, device=target.spec.device)
 
@@ -144,11 +145,7 @@ class Decoder:
         return answers
 
     def _run(self, prompts: list[Sequence[int]], limits: list[int], temperatures: list[float]) -> list[list[int]]:
-        if self._rows is None:
-            self._rows = Rows(self._target, self._batch, self._length)
-            log.info("answers: %d rows of %d tokens, %.1f GiB of keys and values", self._batch, self._length,
-                     self._rows.bytes / 2**30)  # fmt: skip
-        rows, count = self._rows, len(prompts)
+        rows, count = self._allocated(), len(prompts)
         rows.begin(prompts, limits, temperatures)
         common = min(map(len, prompts)) - 1
         self._begin(common, count)
@@ -170,6 +167,21 @@ class Decoder:
                 rows.done[len(going) : batch] = True
                 who, batch = who[going.cpu()], smaller
         return answers
+
+    def _allocated(self) -> Rows:
+        """The rows, made with the first batch. Raises InvalidOption where the memory does not suffice."""
+        if self._rows is None:
+            try:
+                self._rows = Rows(self._target, self._batch, self._length)
+            except torch.OutOfMemoryError as error:
+                raise InvalidOption(
+                    f"there is no memory for keys and values of {self._batch} answers of {self._length} tokens"
+                    f" ({error}): lower data.batch or data.max_length",
+                    param="batch",
+                ) from error
+            log.info("answers: %d rows of %d tokens, %.1f GiB of keys and values", self._batch, self._length,
+                     self._rows.bytes / 2**30)  # fmt: skip
+        return self._rows
 
     def _size(self, count: int) -> int:
         """Rows of a step for so many that go on."""
@@ -201,7 +213,7 @@ class Decoder:
             self._graphs[key] = self._capture(batch, span, hot)
         self._graphs[key].replay()
 
-    def _capture(self, batch: int, span: int, hot: bool) -> "torch.cuda.CUDAGraph":
+    def _capture(self, batch: int, span: int, hot: bool) -> Recorded[None]:
         """A step as a graph. The steps that compile its kernels are undone: they wrote a token and its keys, which the
         real step writes again.
         """
@@ -210,18 +222,13 @@ class Decoder:
         began, drawn = time.monotonic(), torch.cuda.get_rng_state()
         moved = (rows.tokens, rows.lengths, rows.done, rows.position)
         saved = [tensor.clone() for tensor in moved]
-        stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
+        with aside():
             for _ in range(2):
                 self._compute(batch, span, hot)
                 for tensor, value in zip(moved, saved, strict=True):
                     tensor.copy_(value)
-        torch.cuda.current_stream().wait_stream(stream)
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        graph = torch.cuda.CUDAGraph()
-        with recording(graph, self._pool):
-            self._compute(batch, span, hot)
+        graph = Recorded(lambda: self._compute(batch, span, hot), self._pool)
         torch.cuda.set_rng_state(drawn)
         log.info("a step of %d rows and %d keys is a graph, made in %.2f s", batch, span, time.monotonic() - began)
         return graph

@@ -1,0 +1,97 @@
+"""The static batches of a device's rounds, by shape, and the graphs over them: which are kept, and for how long."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ddtree.drafter import Drafter
+from ddtree.engine.consult import HostPart
+from ddtree.engine.graphs import SplitRound, WholeRound
+from ddtree.engine.observer import Unobserved
+from ddtree.engine.ops import DeviceOps
+from ddtree.engine.round import Batch
+from ddtree.engine.shapes import Shape
+from ddtree.engine.slots import SlotStore
+from ddtree.kernels.context import TextStore
+from ddtree.layers import KVCache
+from ddtree.target import Target
+from ddtree.tree import RoundState
+
+NO_TOKEN = -2  # fills the lists of end ids
+MOST_OTHERS = 16  # shapes that requests chose, beside those that were prepared: each keeps logits of its own
+
+
+@dataclass
+class Captured:
+    """The static batch of a shape, and its graphs."""
+
+    shape: Shape
+    batch: Batch
+    alone: DeviceOps  # for batches whose tokens the device chooses by itself
+    told: DeviceOps  # the same tensors, for batches that the host has a part in
+    whole: WholeRound | None = None
+    split: SplitRound | None = None
+    drafting: list[bool] = field(default_factory=list)  # who drafts, as the plan says
+    stays: bool = False  # it was prepared, and the memory is planned for it
+
+
+class StaticBatches:
+    """One for each shape: those that were prepared, and of the others the latest used."""
+
+    def __init__(self, make: Callable[[Shape], Captured]) -> None:
+        """make: allocates one."""
+        self._make = make
+        self._made: dict[Shape, Captured] = {}  # the latest used is the last
+
+    def get(self, shape: Shape, stays: bool = False) -> Captured:
+        """The one of a shape, made where there is none. stays: it is never given up from now on."""
+        captured = self._made.pop(shape, None)
+        if captured is None:
+            if not stays:
+                self._make_room()
+            captured = self._make(shape)
+        captured.stays |= stays
+        self._made[shape] = captured
+        return captured
+
+    def all(self) -> list[Captured]:
+        """Those that are kept, the latest used last."""
+        return list(self._made.values())
+
+    def _make_room(self) -> None:
+        """Give up what was not used for longest. Its memory goes to the graphs that come after it."""
+        others = [shape for shape, made in self._made.items() if not made.stays]
+        if len(others) < MOST_OTHERS:
+            return
+        device = self._made[others[0]].batch.ends.device
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)  # a part that was launched for a sequence that left may still run
+        del self._made[others[0]]
+
+
+def allocate(
+    shape: Shape, target: Target, drafter: Drafter | None, store: SlotStore, texts: TextStore | None
+) -> Captured:
+    """A shape's static tensors, on the target's device. texts: of all slots, where the shape drafts from them."""
+    spec, slots = target.spec, [0] * shape.batch
+    ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts)
+    host = HostPart.allocate(shape.batch, shape.width, spec.vocab_size, spec.device)
+    batch = Batch(
+        target=target,
+        target_cache=_static(store.cache, slots),
+        drafter=drafter,
+        drafter_cache=_static(store.drafter_cache, slots) if drafter and store.drafter_cache else None,
+        lanes=(),
+        state=RoundState.allocate(shape.batch, shape.width, shape.depth, spec.device),
+        ends=torch.full((shape.batch, shape.ends), NO_TOKEN, dtype=torch.int64, device=spec.device),
+        observer=Unobserved(),
+        ops=ops,
+    )
+    batch.state.lay_roots()
+    return Captured(shape, batch, ops, replace(ops, host=host))
+
+
+def _static(cache: KVCache, slots: list[int]) -> KVCache:
+    """A view whose slots lie in a tensor of its own, which stays where it is."""
+    return replace(cache, slots=tuple(slots), index=torch.tensor(slots, device=cache.data.device))
