@@ -95,10 +95,10 @@ def fit(plan_of: Callable[[Load], MemoryPlan], load: Load, memory: Memory | None
     if memory is None:
         return plan
     if plan.total > memory.room(plan):
-        advice, param = _advice(plan_of, load, memory, least_budget)
+        words, param = advice(plan_of, load, memory, least_budget)
         raise InvalidOption(
             f"the planned memory does not fit: {in_words(plan.total)} of the {in_words(memory.room(plan))} that"
-            f" {memory.where} has for it:{plan}; {advice}",
+            f" {memory.where} has for it:{plan}; {words}",
             param=param,
         )
     if plan.total - plan.there > memory.free:  # of memory that is taken lazily
@@ -110,10 +110,13 @@ def fit(plan_of: Callable[[Load], MemoryPlan], load: Load, memory: Memory | None
     return plan
 
 
-def _advice(
+def advice(
     plan_of: Callable[[Load], MemoryPlan], load: Load, memory: Memory, least_budget: int
 ) -> tuple[str, str | None]:
-    """What to lower, and the first option of it: each alone if that suffices, else together."""
+    """What to lower where a load does not fit, and the first option of it: each alone if that suffices, else together.
+
+    The option is None where lowering does not suffice. Arguments as of `fit`.
+    """
 
     def fits(load: Load) -> bool:
         plan = plan_of(load)

@@ -55,6 +55,17 @@ def test_everything_is_passed_on(ddtree: Command, asked: list[Any]) -> None:
     assert ran.code == 1, "SGLang is not installed on that machine"
 
 
+def test_sizes_are_counted_as_serve_would(ddtree: Command, asked: list[Any]) -> None:
+    sizes = ["--max-running-requests", "1024", "--max-model-len", "8000", "--max-tree-budget", "7"]
+    ran = ddtree("doctor", *sizes)
+    assert asked[0][0] == Asked(max_model_len=8000, max_running_requests=1024, max_tree_budget=7)
+    assert ran.code == 1
+    assert "FAIL  weights and contexts do not fit the memory\n      seen  at least 182." in ran.out
+    assert "target context: 1025 slots of 8023 positions" in ran.out
+    assert "      mend  lower --max-running-requests to " in ran.out
+    assert ddtree("doctor", "--max-running-requests", "600").code == 0
+
+
 @pytest.mark.parametrize(
     ("facts", "code", "verdict"),
     [
@@ -85,6 +96,11 @@ def test_the_exit_code_is_the_verdict(ddtree: Command, tmp_path: Path, facts: An
         (["--port", "-1"], "--port must be from 0 to 65535"),
         (["--attention-backend", "triton"], "--attention-backend is SGLang's"),
         (["--grammar-backend", "none"], "--grammar-backend is SGLang's"),
+        (["--max-running-requests", "0"], "--max-running-requests must be from 1 to 1024, not 0"),
+        (["--max-model-len", "1"], "--max-model-len must be at least 2, not 1"),
+        (["--max-tree-budget", "1025"], "--max-tree-budget must be from 1 to 1024, not 1025"),
+        (["--engine", "sglang", "--max-model-len", "9"], "--max-model-len is the embedded engine's: leave it out"),
+        (["--replay", "x.json", "--max-model-len", "9"], "--max-model-len cannot go with --replay"),
         (["--rules", "not-there.toml"], "--rules 'not-there.toml' cannot be read"),
         (["--replay", "not-there.json"], "--replay 'not-there.json' cannot be read"),
         (["--replay", "x.json", "--model", "m"], "--model cannot go with --replay"),

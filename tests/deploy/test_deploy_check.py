@@ -20,7 +20,7 @@ from ddtree.deploy.check import Report, check
 from ddtree.deploy.render import render
 from ddtree.deploy.spec import Deployment, RouterPart
 from ddtree.doctor.facts import Asked, Facts
-from machines import card, cpu, gpu, with_card, with_system, with_weights, with_xid
+from machines import card, cpu, gpu, program, with_card, with_system, with_weights, with_xid
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 needs_analyze = pytest.mark.skipif(shutil.which("systemd-analyze") is None, reason="systemd-analyze is not here")
@@ -303,6 +303,35 @@ def test_replicas_that_do_not_fit_together(asked: list[Any], monkeypatch: pytest
     machine(monkeypatch, replace(with_weights(gpu(), 50_000), gpus=(card(memory_mib=140_000),)))
     assert ("fail", "replicas-too-large") not in ids(check(here(gpus=("0",), replicas_per_gpu=2), "localhost"))
     assert ("fail", "replicas-too-large") in ids(check(here(gpus=("0",), replicas_per_gpu=3), "localhost"))
+
+
+def test_contexts_count_as_the_replicas_are_told(asked: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    args = ("--max-running-requests=32", "--max-model-len", "4096", "--max-tree-budget", "7")
+    check(here(args=args), "localhost")
+    assert asked[0][0] == Asked(port=0, max_model_len=4096, max_running_requests=32, max_tree_budget=7)
+    check(here(engine="sglang", gpus=("0",), args=args), "localhost")
+    assert asked[1][0] == Asked("sglang", port=0)
+    small = card(memory_mib=12_000, free_mib=11_900)
+    machine(monkeypatch, replace(gpu(), gpus=(small,)))
+    few, many = (("--max-running-requests", number) for number in ("8", "64"))
+    assert check(here(gpus=("0",), args=few), "localhost").exit_code == 0
+    assert ("fail", "contexts-too-large") in ids(check(here(gpus=("0",), args=many), "localhost"))
+    assert check(here(gpus=("0",), args=few, replicas_per_gpu=6), "localhost").exit_code == 0
+    together = check(here(gpus=("0",), args=few, replicas_per_gpu=7), "localhost")
+    (found,) = together.findings
+    assert (found.id, "target context: 9 slots of 8271 positions" in found.seen) == ("replicas-too-large", True)
+
+
+@needs_analyze
+def test_memory_that_applied_services_hold_is_no_other_programs(
+    asked: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    held = card(memory_mib=12_000, free_mib=1_000, processes=(program(10_900),))
+    machine(monkeypatch, replace(gpu(), gpus=(held,)))
+    deployment = here(gpus=("0",))
+    assert ids(check(deployment, "localhost")) == [("fail", "contexts-crowded")]
+    monkeypatch.setattr(findings, "held", lambda d: [d.port])
+    assert ids(check(deployment, "localhost")) == []
 
 
 def ddtree(*args: str) -> tuple[int, str, str]:

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ddtree.doctor.facts import Checkpoint, Driver, Facts, Import, Port, Requirement, Space
+from ddtree.doctor.facts import Checkpoint, Context, Driver, Facts, Import, Port, Requirement, Space
 from faults import Fault
 from machines import (
     DRAFTER,
@@ -13,6 +13,7 @@ from machines import (
     gpu,
     program,
     sglang,
+    with_asked,
     with_card,
     with_model,
     with_packages,
@@ -23,6 +24,13 @@ from machines import (
 )
 
 HELD = {"free_mib": 100, "processes": (program(143_000),)}
+
+
+def llama_8b(facts: Facts, **asked: int) -> Facts:
+    """Weights of 15 GiB and 2 GiB, and 128 KiB of the target for each of up to 131,072 positions."""
+    model = replace(MODEL, weights_mib=15_317, context=Context(32, 8, 128, 131_072))
+    drafter = replace(DRAFTER, weights_mib=2_000, context=Context(5, 8, 128, 40_960, 10))
+    return with_asked(replace(facts, model=model, drafter=drafter), **asked)
 
 
 NVRTC = "ImportError: libnvrtc.so.13: cannot open shared object file: No such file"
@@ -82,6 +90,44 @@ FAULTS = [
         lambda: with_weights(gpu(), 150_000),
         lambda: with_weights(gpu(), 140_000),
         says=("146.5 GiB", "140.4 GiB"),
+    ),
+    Fault(
+        "contexts-too-large",
+        lambda: llama_8b(gpu()),
+        lambda: llama_8b(gpu(), max_model_len=32_768),
+        says=(
+            "at least 183.5 GiB of the 140.4 GiB on the card",
+            "14.96 GiB target weights; 1.95 GiB drafter weights",
+            "144.08 GiB target context: 9 slots of 131146 positions",
+            "22.51 GiB drafter context",
+            "lower --max-running-requests to 5, or --max-model-len to 97139 (or less",
+        ),
+    ),
+    Fault(
+        "contexts-too-large",
+        lambda: llama_8b(with_card(gpu(), memory_mib=17_450, free_mib=17_440)),
+        lambda: llama_8b(
+            with_card(gpu(), memory_mib=17_450, free_mib=17_440), max_model_len=256, max_running_requests=1
+        ),
+        says=("lower --max-running-requests to 1 and --max-model-len to ",),
+    ),
+    Fault(
+        "contexts-crowded",
+        lambda: llama_8b(with_card(gpu(), free_mib=50_000, processes=(program(93_000),)), max_model_len=32_768),
+        lambda: llama_8b(with_card(gpu(), free_mib=50_000, processes=(program(93_000),)), max_model_len=16_384),
+        says=("48.8 GiB free", "python3 (pid 4711", "end what is on it, or lower --max-running-requests to "),
+    ),
+    Fault(
+        "memory-contexts",
+        lambda: llama_8b(cpu()),
+        lambda: llama_8b(with_system(cpu(), memory_mib=20_000), max_model_len=32_768),
+        says=("of the 128.0 GiB of this machine", "lower --max-running-requests to "),
+    ),
+    Fault(
+        "context-too-long",
+        lambda: with_asked(cpu(), max_model_len=8193),
+        lambda: with_asked(cpu(), max_model_len=8192),
+        says=("--max-model-len 8193 is more than", "max_position_embeddings is 8192"),
     ),
     Fault(
         "gpus-too-small", lambda: with_weights(sglang(count=2), 300_000), lambda: with_weights(sglang(count=4), 140_000)

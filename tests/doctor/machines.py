@@ -6,6 +6,7 @@ from typing import Any
 from ddtree.doctor.facts import (
     Asked,
     Checkpoint,
+    Context,
     Device,
     Driver,
     Facts,
@@ -29,14 +30,15 @@ SYSTEM = System(
     python="3.12.3", executable="/venv/bin/python", platform="Linux", machine="x86_64", glibc="2.39", cores=16,
     memory_mib=128_000, shm_mib=64_000, compiler="/usr/bin/gcc", python_header=True, nvcc="13.0",
     ephemeral=(32768, 60999), spaces=(Space("models of ddtree", "/home/me/.cache/ddtree", 60_000),),
+    memory_total_mib=131_072,
 )  # fmt: skip
 LLAMA = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 49152, "hidden_size": 576,
          "num_hidden_layers": 30, "max_position_embeddings": 8192, "tie_word_embeddings": True,
          "linear_attention": False, "quantisation": None}  # fmt: skip
-MODEL = Checkpoint("smollm2-135m", "here", "/models/smollm2", None, 257, LLAMA)
+MODEL = Checkpoint("smollm2-135m", "here", "/models/smollm2", None, 257, LLAMA, context=Context(30, 3, 64, 8192))
 DRAFTER = Checkpoint(
     "auto", "here", "/models/drafter", None, 31,
-    {"architectures": ["DFlashDraftModel"], "max_position_embeddings": 8192},
+    {"architectures": ["DFlashDraftModel"], "max_position_embeddings": 8192}, context=Context(1, 3, 64, 8192, 16),
 )  # fmt: skip
 SETS = {  # sglang -> torch, kernels, flashinfer, xgrammar, transformers
     "0.5.13.post1": ("2.11.0", "0.4.3", "0.6.12", "0.2.1", "5.8.1"),
@@ -140,6 +142,10 @@ def with_model(facts: Facts, **config: Any) -> Facts:
 def with_weights(facts: Facts, mib: int) -> Facts:
     assert facts.model is not None
     return replace(facts, model=replace(facts.model, weights_mib=mib))
+
+
+def with_asked(facts: Facts, **changes: Any) -> Facts:
+    return replace(facts, asked=replace(facts.asked, **changes))
 
 
 def with_card(facts: Facts, index: int = 0, **changes: Any) -> Facts:

@@ -11,19 +11,22 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from ddtree.cli import options as opt
-from ddtree.config import MODES
+from ddtree.config import MODES, EngineConfig
 from ddtree.errors import DDTreeError, InvalidOption
 
 if TYPE_CHECKING:
     from ddtree.doctor import Asked, Facts, Tables
 
 CANNOT_TELL = 2
+LOAD = ("max_model_len", "max_running_requests", "max_tree_budget")
 COLOURS = {"fine": "green", "fail": "red", "unknown": "yellow", "warn": "yellow"}
 ENGINE = "What is to start: embedded (ddtree serve) or sglang."
 MODE = f"How it is to decode, as for ddtree serve: {', '.join(MODES)}. Default: tree."
 PORT = "The port to listen on; 0: a free one. Default: 30000."
 ATTENTION = "The attention backend that SGLang is to get; default: its own choice."
 GRAMMAR = "The grammar backend that SGLang is to get; default: its own choice."
+AS_SERVE = "As for ddtree serve: contexts are counted with it."
+RUNNING = f"{AS_SERVE} Default: {opt.ENGINE.max_running_requests}."
 RULES = "A TOML file with rules and tables that go over those that ship."
 RECORD = "Write what was seen to this file, so that it can be judged elsewhere."
 REPLAY = "Judge a file that --record wrote, not this machine."
@@ -39,6 +42,9 @@ def doctor(
     port: Annotated[int | None, typer.Option("--port", help=PORT)] = None,
     attention_backend: Annotated[str | None, typer.Option("--attention-backend", help=ATTENTION)] = None,
     grammar_backend: Annotated[str | None, typer.Option("--grammar-backend", help=GRAMMAR)] = None,
+    max_model_len: Annotated[int | None, typer.Option("--max-model-len", help=AS_SERVE)] = None,
+    max_running_requests: Annotated[int | None, typer.Option("--max-running-requests", help=RUNNING)] = None,
+    max_tree_budget: Annotated[int | None, typer.Option("--max-tree-budget", help=AS_SERVE)] = None,
     rules: Annotated[Path | None, typer.Option("--rules", help=RULES)] = None,
     record: Annotated[Path | None, typer.Option("--record", help=RECORD)] = None,
     replay: Annotated[Path | None, typer.Option("--replay", help=REPLAY)] = None,
@@ -54,6 +60,8 @@ def doctor(
     given = {
         "engine": engine, "model": model, "drafter": drafter, "mode": mode, "port": port,
         "attention_backend": attention_backend, "grammar_backend": grammar_backend,
+        "max_model_len": max_model_len, "max_running_requests": max_running_requests,
+        "max_tree_budget": max_tree_budget,
     }  # fmt: skip
     given = {name: value for name, value in given.items() if value is not None}
     try:
@@ -94,7 +102,21 @@ def _asked(given: Mapping[str, object]) -> "Asked":
         if asked.engine == "embedded" and getattr(asked, name) is not None:
             option = f"--{name.replace('_', '-')}"
             raise InvalidOption(f"{option} is SGLang's: leave it out, or add --engine sglang", param=name)
+    _check_load(asked, given)
     return asked
+
+
+def _check_load(asked: "Asked", given: Mapping[str, object]) -> None:
+    """Raises InvalidOption for a size that serve refuses, and for those of an engine that plans by itself."""
+    sizes = {name: getattr(asked, name) for name in LOAD if name in given}
+    if asked.engine == "sglang" and sizes:
+        option = f"--{next(iter(sizes)).replace('_', '-')}"
+        raise InvalidOption(f"{option} is the embedded engine's: leave it out, SGLang plans its memory by itself")
+    try:
+        EngineConfig(**sizes)
+    except InvalidOption as error:
+        words = str(error).replace(str(error.param), f"--{str(error.param).replace('_', '-')}", 1)
+        raise InvalidOption(words, param=error.param) from error
 
 
 def _refuse_beside_replay(names: list[str]) -> None:

@@ -73,8 +73,8 @@ def _look(words: Sequence[str], model: str, drafter: str, mode: str) -> None:
     port = value(words, "--port") or "30000"
     if not port.isdecimal() or int(port) > 65535:
         raise InvalidOption(f"--port must be from 0 to 65535, not {port}", param="port")
-    backends = {name: value(words, f"--{name.replace('_', '-')}") for name in ("attention_backend", "grammar_backend")}
-    asked = Asked(engine="sglang", model=model, drafter=drafter, mode=mode, port=int(port), **backends)
+    backends = (value(words, "--attention-backend"), value(words, "--grammar-backend"))
+    asked = Asked("sglang", model, drafter, int(port), *backends, mode)
     tables = load(None)
     facts = probe(asked, tables.sonames(asked.engine))
     diagnosis = judge(facts, tables)

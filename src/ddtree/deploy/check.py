@@ -12,11 +12,14 @@ from ddtree.deploy.render import render
 from ddtree.deploy.spec import Deployment
 from ddtree.doctor import Asked, Diagnosis, Facts, Finding, judge
 from ddtree.doctor import load as load_rules
-from ddtree.doctor.derive import weights
 from ddtree.doctor.facts import Gpu
+from ddtree.doctor.fit import needs
 from ddtree.doctor.judge import ORDER, VERDICTS
 from ddtree.doctor.probe import probe
 from ddtree.doctor.text import Style, paragraphs, table, tables
+from ddtree.plan import NAMES
+
+CROWDED = ("contexts-crowded",)
 
 LEADS = {
     "fine": "nothing was found that would keep the services from starting",
@@ -98,7 +101,7 @@ def _doctor(d: Deployment, host: str) -> tuple[Facts, Diagnosis]:
     """One probe with the environment of the services; each group of cards is judged as its replica sees it."""
     asked = Asked(
         d.engine, d.model, d.drafter, 0, named(d.args, ("--attention-backend",)), named(d.args, ("--grammar-backend",)),
-        d.mode,
+        d.mode, **_load(d),
     )  # fmt: skip
     rules = load_rules()
     replicas = d.on(host)
@@ -108,12 +111,21 @@ def _doctor(d: Deployment, host: str) -> tuple[Facts, Diagnosis]:
     with _environment(shared):
         facts = probe(asked, rules.sonames(d.engine))
     findings: dict[tuple[str, str, str], Finding] = {}
+    theirs = CROWDED if look.held(d) else ()  # services that are applied hold memory themselves
     diagnosis = judge(facts, rules)
     for gpus in {replica.gpus: None for replica in replicas}:
         seen = {**facts.system.environment, "CUDA_VISIBLE_DEVICES": ",".join(gpus)}
         one = judge(replace(facts, system=replace(facts.system, environment=seen)), rules)
-        findings |= {(f.id, f.about, f.what): f for f in one.findings}
+        findings |= {(f.id, f.about, f.what): f for f in one.findings if f.id not in theirs}
     return facts, replace(diagnosis, findings=tuple(findings.values()))
+
+
+def _load(d: Deployment) -> dict[str, int]:
+    """The sizes that replicas of the embedded engine are told, for the memory of their contexts."""
+    if d.engine != "embedded":
+        return {}
+    told = {name: named(d.args, (f"--{name.replace('_', '-')}",)) or "" for name in NAMES.values()}
+    return {name: int(value) for name, value in told.items() if value.isdecimal() and int(value)}
 
 
 def _cards(d: Deployment, facts: Facts) -> Iterator[Finding]:
@@ -136,8 +148,14 @@ def _is(card: Gpu, name: str) -> bool:
 
 
 def _memory(d: Deployment, facts: Facts) -> Iterator[Finding]:
-    """Weights of replicas that share a card or a machine; the doctor looks at one. Caches come on top of them."""
-    each = weights(facts)
+    """What replicas that share a card or a machine take at the least; the doctor looks at one.
+
+    On a card contexts count too; on a CPU they take their pages as they are written.
+    """
+    need = needs(facts)
+    each, parts = need["weights_mib"], "weights in 16 bits"
+    if d.gpus and need["least_mib"] is not None:
+        each, parts = need["least_mib"], need["sum"]
     together = d.replicas_per_gpu if d.gpus else d.per_host
     if each is None or together < 2 or look.held(d):  # what runs already has its memory
         return
@@ -146,7 +164,7 @@ def _memory(d: Deployment, facts: Facts) -> Iterator[Finding]:
         if room is not None and each * together > room:
             where = "this machine" if index is None else f"GPU {index}"
             yield look.finding("fail", "replicas-too-large", where, f"{together} replicas do not fit {where} together",
-                               f"{each / 1024:.1f} GiB of weights each in 16 bits, {room / 1024:.1f} GiB in all",
+                               f"at least {each / 1024:.1f} GiB each ({parts}), {room / 1024:.1f} GiB in all",
                                "fewer replicas in the file")  # fmt: skip
 
 

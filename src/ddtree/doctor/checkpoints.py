@@ -8,7 +8,7 @@ import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ddtree.config import EMBEDDED
 from ddtree.doctor import contents
@@ -17,6 +17,10 @@ from ddtree.models import convert, resolve_drafter, resolve_model, store
 from ddtree.models.folder import check_folder, read_json
 from ddtree.models.names import BUNDLED_DRAFTER, HUB_ID
 from ddtree.models.wheel import SMOLLM2
+
+if TYPE_CHECKING:
+    from ddtree.drafter.config import DrafterConfig
+    from ddtree.target.config import LlamaConfig
 
 KEPT = (
     "model_type", "architectures", "vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings",
@@ -177,7 +181,11 @@ def _judged(found: dict[str, Any], raw: Mapping[str, Any], engine: str) -> dict[
             contents.check_tokenizer(folder)
     except DDTreeError as error:
         return found | _refused(error, engine)
-    return found
+    return found | {"context": _context(config) | {"longest": config.max_position}}
+
+
+def _context(config: "LlamaConfig | DrafterConfig") -> dict[str, int]:
+    return {"layers": config.num_layers, "kv_heads": config.num_kv_heads, "head_dim": config.head_dim}
 
 
 def _refused(error: DDTreeError, engine: str) -> dict[str, Any]:
@@ -202,6 +210,7 @@ def _judged_drafter(
             found |= {"draft_vocab": contents.draft_vocab(folder, config)}
     except DDTreeError as error:
         return found | _refused(error, engine)
+    found |= {"context": _context(config) | {"longest": config.max_position, "block": config.block_size}}
     sizes = [summary(target).get(name) for name in ("vocab_size", "hidden_size", "num_hidden_layers")]
     if not all(isinstance(size, int) for size in sizes):
         return found

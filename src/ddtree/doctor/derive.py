@@ -12,6 +12,7 @@ from packaging.version import InvalidVersion, Version
 
 from ddtree.doctor.cards import cards
 from ddtree.doctor.facts import Checkpoint, Facts, Torch
+from ddtree.doctor.fit import lower, needs, weights
 from ddtree.doctor.rules import Tables, is_specifier, satisfies
 from ddtree.doctor.tried import MODULES, imports
 
@@ -33,6 +34,7 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
     on_cpu = _on_cpu(facts, gpus)
     for gpu in gpus:
         gpu["loads"] = gpu["usable"] if facts.asked.engine == "sglang" else gpu["first"] and not on_cpu
+        gpu["lower"] = {"ever": lower(facts, gpu["memory_mib"]), "now": lower(facts, gpu["free_mib"])}
     return {
         "asked": {key: "auto" if value is None else value for key, value in plain["asked"].items()},
         "system": plain["system"] | {"environment": Free(facts.system.environment)},
@@ -53,7 +55,8 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
             "free_mib": sum(gpu["free_mib"] or 0 for gpu in gpus if gpu["usable"]),
             "memory_mib": sum(gpu["memory_mib"] or 0 for gpu in gpus if gpu["usable"]),
         },
-        "need": {"weights_mib": weights(facts), "each_mib": _each(facts, gpus), "on_cpu": on_cpu},
+        "need": needs(facts)
+        | {"each_mib": _each(facts, gpus), "on_cpu": on_cpu, "lower": lower(facts, facts.system.memory_total_mib)},
         "gpus": gpus,
         "imports": tried,
         "mismatches": _mismatches(facts, row, worked),
@@ -64,14 +67,6 @@ def view(facts: Facts, tables: Tables) -> dict[str, Any]:
             for space in facts.system.spaces
         ],
     }
-
-
-def weights(facts: Facts) -> int | None:
-    """MiB of both models' weights; None where the target's are not known."""
-    if facts.model is None or facts.model.weights_mib is None or facts.model.state != "here":
-        return None
-    drafter = facts.drafter.weights_mib if facts.drafter else 0
-    return facts.model.weights_mib + (drafter or 0)
 
 
 def is_older(installed: str, wanted: str) -> bool | None:

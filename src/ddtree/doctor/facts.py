@@ -6,6 +6,8 @@ None means "not known" everywhere: what is not known raises no finding. Sizes ar
 from dataclasses import dataclass, field
 from typing import Any
 
+from ddtree.config import EngineConfig
+
 
 @dataclass(frozen=True)
 class Asked:
@@ -18,6 +20,9 @@ class Asked:
     attention_backend: str | None = None  # of SGLang; None: the one that suits the card
     grammar_backend: str | None = None
     mode: str = "tree"  # how to decode
+    max_model_len: int | None = None  # of the embedded engine, as the next two; None: what the model was made for
+    max_running_requests: int = EngineConfig.max_running_requests
+    max_tree_budget: int | None = None  # None: the engine's default
 
     @property
     def loaded_drafter(self) -> str:
@@ -54,6 +59,7 @@ class System:
     ephemeral: tuple[int, ...]  # first and last port that the system hands out by itself; empty: not known
     environment: dict[str, str] = field(default_factory=dict)  # the variables that change what is judged
     spaces: tuple[Space, ...] = ()
+    memory_total_mib: int | None = None  # that this process may ever have
 
 
 @dataclass(frozen=True)
@@ -168,6 +174,17 @@ class Kernel:
 
 
 @dataclass(frozen=True)
+class Context:
+    """What of a model or drafter says how much memory its keys and values take."""
+
+    layers: int
+    kv_heads: int
+    head_dim: int
+    longest: int  # positions that it was made for
+    block: int = 0  # rows that a drafter computes at once, the root's included; 0: a target
+
+
+@dataclass(frozen=True)
 class Checkpoint:
     """A model or drafter: what its name stands for, and what its files say."""
 
@@ -182,6 +199,7 @@ class Checkpoint:
     draft_vocab: int | None = None  # tokens that a drafter's list has drafts made of; None: all
     damage: str | None = None  # what is wrong in its files, so that they must be had anew
     to_write: bool = False  # the first start writes it into ddtree's own cache
+    context: Context | None = None  # where the embedded engine reads its configuration
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,13 @@ def scope(rule: Rule, seen: Mapping[str, Any]) -> Mapping[str, Any]:
 
 def sample(tables: Tables) -> Mapping[str, Any]:
     """The view of such a machine. tables: with at least one library."""
-    checkpoint = facts.Checkpoint("model", "here", "/model", "", 1, {}, "", "", 1, "")
+    context = facts.Context(1, 1, 2, 2, 2)
+    checkpoint = facts.Checkpoint("model", "here", "/model", "", 1, {}, "", "", 1, "", context=context)
     machine = facts.Facts(
         facts.Asked(engine="sglang"),
         facts.System(
             "3.12.0", "/python", "Linux", "x86_64", "2.39", 1, 1, 1, "gcc", True, "13.0", (1, 2),
-            spaces=(facts.Space("temporary files", "/tmp", 1),),
+            spaces=(facts.Space("temporary files", "/tmp", 1),), memory_total_mib=1,
         ),
         facts.Driver("ok", "580.1", "13.0", "", ("0000:01:00.0",), ()),
         facts.Port(1, True, ""),

@@ -14,8 +14,8 @@ from ddtree.doctor.facts import Port, Space, System
 from ddtree.doctor.smi import ask
 from ddtree.errors import DDTreeError
 from ddtree.models import cache_dir, store
+from ddtree.plan import MIB, machine_memory
 
-MIB = 1 << 20
 # Variables that change what a fault comes to, or explain it. Names only: no key or token is among them.
 VARIABLES = (
     "CUDA_VISIBLE_DEVICES", "CUDA_HOME", "LD_LIBRARY_PATH", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "DDTREE_CACHE",
@@ -26,6 +26,7 @@ VARIABLES = (
 
 def look() -> System:
     """The host as it is now."""
+    memory = machine_memory()
     return System(
         python=platform.python_version(),
         executable=sys.executable,
@@ -41,6 +42,7 @@ def look() -> System:
         ephemeral=_ephemeral(),
         environment={name: os.environ[name] for name in VARIABLES if name in os.environ},
         spaces=_spaces(),
+        memory_total_mib=None if memory is None else memory.total // MIB,
     )
 
 
