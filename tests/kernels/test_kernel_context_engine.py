@@ -121,9 +121,10 @@ def by_host_wide(lanes) -> list:
         return answers(made, lanes)
 
 
-def test_every_request_chooses_for_itself_and_auto_is_off(on_the_device):
+def test_every_request_chooses_for_itself_and_auto_is_mix(on_the_device):
     made = engine()
     speculation = Speculation("tree", 6, 2, 0, "auto")
-    assert made._request([1], GREEDY, speculation).lane.text is None
+    assert made._request([1], GREEDY, speculation).lane.context == 2
+    assert made._request([1], GREEDY, Speculation("tree", 6, 2)).lane.context == 0
     assert made._request([1], GREEDY, LANES[0][2]).lane.context == 2
     assert made._request([1], GREEDY, LANES[4][2]).lane.context == 1
