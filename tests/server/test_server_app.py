@@ -67,16 +67,16 @@ async def test_the_shadow_is_reported(chat, engine):
 
     @dataclass
     class Shadow:
-        linear_acceptance_length: float = 2.0
-        tree_acceptance_length: float = float("nan")
+        linear_acceptance_length: float = float("nan")
+        tree_acceptance_length: float = 3.0
         agree: bool = True
         overhead: None = None
 
     engine.shadow, engine.tok_s = Shadow(), float("inf")
     block = (await chat()).json()["ddtree"]
     assert block["shadow"] == {
-        "linear_acceptance_length": 2.0,
-        "tree_acceptance_length": None,
+        "linear_acceptance_length": None,
+        "tree_acceptance_length": 3.0,
         "agree": True,
         "overhead": None,
     }
