@@ -86,6 +86,9 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "drafter": ["--drafter", "/some/drafter"],
         "mode": ["--mode", "linear"],
         "port": ["--port", "30001"],
+        "max_model_len": ["--max-model-len", "512"],
+        "max_running_requests": ["--max-running-requests", "3"],
+        "max_tree_budget": ["--max-tree-budget", "9"],
         "attention_backend": ["--attention-backend", "triton"],
         "grammar_backend": ["--grammar-backend", "none"],
         "rules": ["--rules", "own.toml"],
@@ -143,6 +146,7 @@ def observe(ddtree: Command, engines: list[FakeEngine], monkeypatch: pytest.Monk
     return run
 
 
+EMBEDDED_ALONE = {("doctor", name) for name in ("max_model_len", "max_running_requests", "max_tree_budget")}
 # Of the first only one value can be chosen so far, others are refused; an engine of another name is another command.
 # The last goes with no other option (test_cli_doctor.py).
 ONE_VALUE = {("serve", "tool_call_parser"), ("serve", "engine"), ("doctor", "replay")}
@@ -154,6 +158,8 @@ ONE_VALUE = {("serve", "tool_call_parser"), ("serve", "engine"), ("doctor", "rep
 )
 def test_no_option_is_accepted_and_ignored(observe: Any, command: str, name: str) -> None:
     base = [command, *BASE[command]]
+    if (command, name) in EMBEDDED_ALONE:
+        base = [command, "--engine", "embedded"]
     args = OPTIONS[command][name]
     changed = [*base, *args] if args else [command, "http://localhost:2"]
     assert observe(*base) != observe(*changed)
