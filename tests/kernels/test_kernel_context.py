@@ -233,7 +233,7 @@ def test_rounds(mode, budget, top_k, spine, depth, context, ties, device: torch.
     lanes = [Speculation(mode, budget, top_k, spine, context)] * 2
     rounds = Rounds(lanes, [[rng.randrange(4) for _ in range(n)] for n in (1, 30)], depth, top_k, device)
     foreign = 0
-    for _ in range(4):
+    for _ in range(8 if mode == "linear" else 4):  # a chain seldom turns to a guess that is none of its candidates
         layouts = rounds.round(*draw(2, depth, top_k, rng, ties=ties), rng)
         foreign += sum(len(layout.nodes.foreign) for layout in layouts)
     assert foreign > 0
