@@ -15,8 +15,8 @@ from triton.compiler import ASTSource
 from ddtree.sglang import rows_jit
 
 # What a pointer points to, where it is not int64; the rest are numbers.
-POINTERS = {"req_to_token": "i32", "mask": "u8", "kept": "i32", "index": "i32"}
-NUMBERS = {"pitch", "state_pitch", "mask_token", "drafted", "width", "row_words"}
+POINTERS = {"req_to_token": "i32", "mask": "u8", "told": "u8", "kept": "i32", "tree_kept": "i32", "index": "i32"}
+NUMBERS = {"pitch", "state_pitch", "mask_token", "committed", "drafted", "width", "row_words"}
 
 
 def compiled(kernel: Any, capability: int, constants: Mapping[str, Any], warps: int) -> Any:
@@ -37,7 +37,9 @@ def main() -> None:
             shape = {"block": block, "tile": 32, "batch_block": 64, "prefix": prefix}
             report[f"lay {block} {prefix}"] = compiled(rows_jit.lay, capability, shape, 4).metadata.shared
         report[f"stage {block}"] = compiled(rows_jit.stage, capability, {"columns": block}, 1).metadata.shared
-    report["commit"] = compiled(rows_jit.commit, capability, {"columns": 16}, 1).metadata.shared
+    for in_graph in (False, True):
+        shape = {"columns": 16, "shadows": in_graph, "gated": in_graph}
+        report[f"commit {in_graph}"] = compiled(rows_jit.commit, capability, shape, 1).metadata.shared
     print(json.dumps(report))
 
 

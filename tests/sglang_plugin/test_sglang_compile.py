@@ -24,5 +24,5 @@ def test_cards(capability: int) -> None:
     )
     assert result.returncode == 0, result.stderr[-3000:]
     report = json.loads(result.stdout.splitlines()[-1])
-    assert len(report) == 10
+    assert len(report) == 11
     assert all(shared <= SHARED[capability] for shared in report.values()), report

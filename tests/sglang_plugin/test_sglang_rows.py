@@ -30,17 +30,21 @@ def grown(plans: list[PlanRow], width: int, device: torch.device) -> RoundState:
 def test_stage(width: int, device: torch.device) -> None:
     table = torch.randperm(4 * 300).view(4, 300).to(torch.int32)
     lengths, pool, bonus = torch.tensor(LENGTHS), torch.tensor([2, 0, 3]), torch.tensor([71, 72, 73])
-    state = RoundState.allocate(len(LENGTHS), width, BLOCK - 1, device)
-    found = lay.stage(
-        *(x.to(device) for x in (bonus, lengths, pool, table)), state=state, mask_token=MASK_TOKEN, block=BLOCK
-    )
+    state = RoundState.allocate(5, width, BLOCK - 1, device)
+    whole, commits = lay.Block.allocate(5, BLOCK, width, device), torch.zeros(1, dtype=torch.int64, device=device)
+    found = whole.first(3)
+    given = [x.to(device) for x in (bonus, lengths, pool, table)]
+    lay.stage(*given, state, found, MASK_TOKEN, commits, 2)
     for b, length in enumerate(LENGTHS):
         slots = table[pool[b], length:].long()
         assert found.ids[b].tolist() == [71 + b] + [MASK_TOKEN] * (BLOCK - 1)
         assert found.positions[b].tolist() == list(range(length, length + BLOCK))
         assert torch.equal(found.slots[b].cpu(), slots[:BLOCK])
         assert torch.equal(found.row_slots[b].cpu(), slots[:width])
-    assert state.tokens[:, 0].tolist() == [71, 72, 73]
+    assert found.lengths.tolist() == LENGTHS
+    assert state.tokens[:, 0].tolist() == [71, 72, 73, 0, 0]
+    assert commits.tolist() == [2]
+    assert not any(part[3:].any() for part in vars(whole).values())
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -51,7 +55,8 @@ def test_lay(budget: int, width: int, prefix: bool, device: torch.device) -> Non
     state = grown([full, small, PlanRow()], width, device)
     lengths = torch.tensor(LENGTHS, device=device)
     mask = torch.full((sum(width * (n + width) for n in LENGTHS) + 5,), 7, dtype=torch.uint8, device=device)
-    links = lay.lay(state.rows, lengths, mask, prefix=prefix)
+    links = lay.Links.allocate(5, width, device).first(3)
+    lay.lay(state.rows, lengths, mask, links, prefix=prefix)
 
     seen, start = unpack(state.rows.ancestors, width).cpu(), 0
     for b, length in enumerate(LENGTHS):
@@ -73,32 +78,67 @@ def test_lay(budget: int, width: int, prefix: bool, device: torch.device) -> Non
     assert (mask[start:] == 7).all()
 
 
-def test_commit(device: torch.device) -> None:
-    width = 16
+def accepted_paths(width: int, device: torch.device) -> tuple[RoundState, torch.Tensor, list[list[int]]]:
+    """Rows of three requests, the target's own tokens, and what they accept: a deep path, and twice the root alone."""
     plans = [PlanRow(tree=True, budget=15, ranks=4, depth=BLOCK - 1)] * 3
     state = grown(plans, width, device)
-    lengths = torch.tensor(LENGTHS, device=device)
     own = torch.full((3, width), 5, dtype=torch.int64, device=device)
-    deep = int(state.depths[0].argmax())
-    path = [deep]
+    path = [int(state.depths[0].argmax())]
     while path[0]:
         path.insert(0, int(state.parents[0, path[0]]))
     for above, row in pairwise(path):
         own[0, above] = state.tokens[0, row]
-    accepted = kernels.accept(state.rows, own, BLOCK - 1)
-    slots = torch.arange(3 * BLOCK, device=device).view(3, BLOCK) + 1000
-    row_slots = torch.arange(3 * width, device=device).view(3, width) + 2000
-    kept = lay.commit(accepted, lengths, lay.Block(slots, slots, slots, row_slots))
+    assert len(path) > 2
+    return state, own, [path, [0], [0]]
 
-    paths = [path, [0], [0]]
+
+@pytest.mark.parametrize("running", [None, 3, 2, 0])
+def test_commit(running: int | None, device: torch.device) -> None:
+    """running: how many of the requests a graph may commit; None: it is no graph's."""
+    width = 16
+    state, own, paths = accepted_paths(width, device)
+    lengths = torch.tensor(LENGTHS, device=device)
+    accepted = kernels.accept(state.rows, own, BLOCK - 1)
+    row_slots = torch.arange(3 * width, device=device).view(3, width) + 2000
+    kept = lay.Kept.allocate(3, BLOCK, device)
+    commits = None if running is None else torch.tensor([running], device=device)
+    lay.commit(accepted, lengths, row_slots, kept, commits=commits)
+
     for b, rows in enumerate(paths):
+        rows = rows if running is None or b < running else []
         n = len(rows)
-        assert kept.counts[b] == n
+        assert kept.counts[b] == kept.tree_counts[b] == n
         assert kept.lengths[b] == LENGTHS[b] + n
-        assert kept.bonus[b] == 5
-        assert kept.tokens[b].tolist() == [int(own[b, row]) for row in rows] + [0] * (BLOCK - n)
+        assert kept.bonus[b] == (5 if n else 0)
+        tokens = kept.tokens.view(3, BLOCK)[b]
+        assert tokens.tolist() == [int(own[b, row]) for row in rows] + [0] * (BLOCK - n)
         assert kept.from_slots[b].tolist() == [int(row_slots[b, row]) for row in rows] + [0] * (BLOCK - n)
-        assert kept.to_slots[b].tolist() == slots[b, :n].tolist() + [0] * (BLOCK - n)
+        assert kept.to_slots[b].tolist() == row_slots[b, :n].tolist() + [0] * (BLOCK - n)
         assert kept.features[b].tolist() == [b * width + row for row in rows] + [b * width] * (BLOCK - n)
         assert kept.index[b].tolist() == [b * width + row for row in rows] + [-1] * (BLOCK - n)
-    assert len(path) > 2
+
+
+def test_commit_tells_what_a_shadowed_tree_would_have_kept(device: torch.device) -> None:
+    state, own, _ = accepted_paths(16, device)
+    lengths = torch.tensor(LENGTHS, device=device)
+    accepted = kernels.accept(state.rows, own, BLOCK - 1)
+    kept = lay.Kept.allocate(3, BLOCK, device)
+    tree = torch.tensor([6, 4, 3], device=device), torch.tensor([True, True, False], device=device)
+    lay.commit(accepted, lengths, torch.zeros(3, 16, dtype=torch.int64, device=device), kept, tree)
+    assert kept.tree_counts.tolist() == [7, 5, 1]
+    assert kept.counts.tolist() == [int(accepted.count[0]) + 1, 1, 1]
+
+
+@pytest.mark.parametrize("size", [5, 3])
+def test_what_is_taken_stays_when_the_next_round_writes(size: int, device: torch.device) -> None:
+    whole = lay.Kept.allocate(5, BLOCK, device)
+    for at, part in enumerate((whole.tokens, whole.lengths, whole.bonus, whole.counts, whole.tree_counts)):
+        part.copy_(torch.arange(part.numel()) + 100 * at)
+    mine = whole.taken(size)
+    whole.report.fill_(-1)
+    assert mine.tokens.tolist() == list(range(size * BLOCK))
+    for at, part in enumerate((mine.lengths, mine.bonus, mine.counts, mine.tree_counts)):
+        assert part.tolist() == [100 * (at + 1) + i for i in range(size)]
+    assert mine.counts.dtype == mine.tree_counts.dtype == torch.int32
+    assert mine.to_slots.shape == mine.index.shape == (size, BLOCK)
+    assert mine.to_slots.data_ptr() == whole.to_slots.data_ptr()

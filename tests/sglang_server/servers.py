@@ -69,8 +69,11 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
-    """A server of the tiny model in `folder`, with the CPU's plug-in; its log lies there too."""
+def serve(folder: Path, name: str, arguments: list[str], graphs: bool = False) -> Iterator[Server]:
+    """A server of the tiny model in `folder`, with the CPU's plug-in; its log lies there too.
+
+    graphs: rounds end as captured graphs would end them, by the tails; a CPU has no graphs.
+    """
     port, log = _free_port(), folder / f"{name}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "target")]
     command += ["--host", "127.0.0.1", "--port", str(port), "--device", "cpu", "--dtype", "float32"]
@@ -96,6 +99,7 @@ def serve(folder: Path, name: str, arguments: list[str]) -> Iterator[Server]:
         "TORCHDYNAMO_DISABLE": "1",  # SGLang compiles its seeded sampling, which the interpreter cannot be part of
         "DDTREE_TEST_SCRIPT": str(folder / "script.json"),
         "DDTREE_TEST_LOG": str(folder / f"{name}.chains"),
+        "DDTREE_TEST_GRAPHS": str(int(graphs)),
     }
     with log.open("w") as output:
         process = subprocess.Popen(

@@ -14,6 +14,15 @@ from ddtree.tree import Rows
 PER_REQUEST = ("temperatures", "top_ps", "top_ks", "min_ps", "sampling_seed")
 
 
+def takes_argmax(batch: Any) -> bool:
+    """Whether the tokens of all of SGLang's requests are the argmax of the target's own logits."""
+    info = batch.sampling_info
+    if batch.has_grammar or info is None:
+        return not batch.has_grammar
+    asked = info.has_custom_logit_processor, info.acc_additive_penalties is not None, info.logit_bias is not None
+    return bool(info.is_all_greedy) and not any(asked)
+
+
 def adjust(logits: Tensor, info: Any, rows: Rows, grammar_mask: Any, penalties: RoundPenalties | None) -> None:
     """Apply what a request asks of its logits to all its rows, in place. logits: [B * N, V]; rows: [B, N].
 

@@ -1,5 +1,6 @@
 """The tensors that live from round to round, and the mask's buffer."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,9 +8,23 @@ from torch import Tensor
 
 from ddtree.kernels import Plan, PlanRow
 from ddtree.kernels.backend import power_of_two
+from ddtree.sglang.rows import Block, Links
 from ddtree.tree import RoundState, Rows
 
 FULL_MASK_BACKENDS = ("flashinfer",)  # read the mask of the cached tokens too
+
+
+@dataclass(frozen=True)
+class View:
+    """The room's part of a batch of B requests; made once for each B, since every slice costs the host time."""
+
+    rows: Rows  # [B, N]
+    member: Tensor  # [B, N] bool: rows that may be committed
+    tree: Tensor  # [B, N] bool
+    block: Block
+    links: Links
+    index: Tensor  # [B, N] int64: 0, 1, 2, ...
+    shadows: Tensor  # [B] bool
 
 
 class Room:
@@ -17,17 +32,22 @@ class Room:
 
     def __init__(self, worker: Any, size: int) -> None:
         runner, device = worker.model_runner, worker.device
-        size = power_of_two(max(size, 16))
-        self.state = RoundState.allocate(size, worker.width, worker.depth, device)
+        self.size = size = power_of_two(max(size, 16))
+        self.width = width = worker.width
+        self.state = RoundState.allocate(size, width, worker.depth, device)
         self.plan = Plan.allocate(size, device)
         self.planned = [worker.usual] * size  # what `plan` says, so that it is written only where that changes
-        self.plan.write(self.planned, worker.width)
+        self.plan.write(self.planned, width)
         self.shadows = torch.full((size,), worker.usual.tree and worker.usual.chain, dtype=torch.bool, device=device)
-        self.index = torch.arange(size * worker.width, device=device).view(size, worker.width)
+        self.index = torch.arange(size * width, device=device).view(size, width)
+        self.block = Block.allocate(size, worker.depth + 1, width, device)
+        self.links = Links.allocate(size, width, device)
+        self.commits = torch.zeros(1, dtype=torch.int64, device=device)  # see rows.stage
         prefill, decode = runner.server_args.get_attention_backends()
         verifies = decode if runner.server_args.speculative_attention_mode == "decode" else prefill
         context, prefix = runner.model_config.context_len, verifies in FULL_MASK_BACKENDS
-        self.mask = MaskRoom(runner.attn_backend, context, worker.width, prefix)
+        self.mask = MaskRoom(runner.attn_backend, context, width, prefix)
+        self._views: dict[int, View] = {}
 
     def tell(self, plans: list[PlanRow], width: int) -> bool:
         """Write the plans of these requests, if they are not those of the last. Returns whether any is shadowed."""
@@ -38,10 +58,21 @@ class Room:
             self.shadows.copy_(torch.tensor([plan.tree and plan.chain for plan in self.planned]), non_blocking=True)
         return any(plan.tree and plan.chain for plan in plans)
 
-    def rows(self, size: int) -> Rows:
-        """The rows of the first `size` requests."""
-        state = self.state
-        return Rows(state.tokens[:size], state.parents[:size], state.depths[:size], state.ancestors[:size])
+    def view(self, size: int) -> View:
+        """The part of the first `size` requests."""
+        found = self._views.get(size)
+        if found is None:
+            state, width = self.state, self.width
+            found = self._views[size] = View(
+                Rows(state.tokens[:size], state.parents[:size], state.depths[:size], state.ancestors[:size]),
+                state.member[:size, :width],
+                state.tree[:size, :width],
+                self.block.first(size),
+                self.links.first(size),
+                self.index[:size],
+                self.shadows[:size],
+            )
+        return found
 
 
 class MaskRoom:
@@ -51,13 +82,17 @@ class MaskRoom:
         self.backend, self.context, self.width, self.prefix = backend, context, width, prefix
         self._own: Tensor | None = None
 
+    def graphs(self, size: int) -> Tensor | None:
+        """The uint8 buffer that graphs of `size` requests read, where the mask of the rows alone is all they read."""
+        graph = None if self.prefix else getattr(self.backend, "verify_mask", None)
+        return graph.buffer.view(torch.uint8) if graph is not None and graph.fits(size) else None
+
     def take(self, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:
         """A uint8 buffer for these requests, and what the verify input carries. longest: sum of lengths, at most."""
-        graph = None if self.prefix else getattr(self.backend, "verify_mask", None)
-        if graph is not None and graph.fits(len(lengths)):
+        graph = self.graphs(len(lengths))
+        if graph is not None:
             # Every replay copies the carried mask into this very buffer: one element that is there already will do.
-            buffer = graph.buffer.view(torch.uint8)
-            return buffer, graph.buffer[:1]
+            return graph, self.backend.verify_mask.buffer[:1]
         need = self.width * (longest + len(lengths) * self.width)
         if self._own is None or self._own.numel() < need:
             most = self.width * len(lengths) * (self.context + 2 * self.width)

@@ -9,11 +9,12 @@ NONE = tl.constexpr(1 << 20)  # beyond every row
 # Parts of one allocation: where they begin follows the batch, and no batch may wait for a compiler.
 _STAGED = ["bonus", "lengths", "pool"]
 _LAID = ["lengths", "positions", "first_child", "next_sibling"]
-_KEPT = ["lengths", "kept_tokens", "new_lengths", "bonus", "from_slot", "to_slot", "feature"]
+_KEPT = ["lengths", "kept_tokens", "new_lengths", "bonus", "kept", "tree_kept", "from_slot", "to_slot", "feature"]
 
 
 @triton.jit(
-    do_not_specialize=["pitch", "state_pitch", "mask_token", "drafted", "width"], do_not_specialize_on_alignment=_STAGED
+    do_not_specialize=["pitch", "state_pitch", "mask_token", "committed", "drafted", "width"],
+    do_not_specialize_on_alignment=_STAGED,
 )
 def stage(
     bonus,
@@ -25,9 +26,12 @@ def stage(
     block_positions,
     block_slots,
     row_slots,
+    block_lengths,
     tokens,
+    commits,
     state_pitch,
     mask_token,
+    committed,
     drafted,
     width,
     columns: tl.constexpr,
@@ -45,7 +49,10 @@ def stage(
     tl.store(block_positions + at, length + column, mask=in_block)
     tl.store(block_slots + at, slot, mask=in_block)
     tl.store(row_slots + batch * width + column, slot, mask=in_rows)
+    tl.store(block_lengths + batch, length)
     tl.store(tokens + batch * state_pitch, root)
+    if batch == 0:
+        tl.store(commits, tl.zeros([], tl.int64) + committed)
 
 
 @triton.jit(do_not_specialize=["pitch", "row_words", "width"], do_not_specialize_on_alignment=_LAID)
@@ -120,11 +127,14 @@ def commit(
     tokens,
     lengths,
     row_slots,
-    block_slots,
+    other,
+    told,
+    commits,
     kept_tokens,
-    kept,
     new_lengths,
     bonus,
+    kept,
+    tree_kept,
     from_slot,
     to_slot,
     feature,
@@ -132,6 +142,8 @@ def commit(
     width,
     drafted,
     columns: tl.constexpr,
+    shadows: tl.constexpr,
+    gated: tl.constexpr,
 ):
     """One request's accepted path: what moves where, what is reported, what the drafter is fed."""
     batch = tl.program_id(0).to(tl.int64)
@@ -139,16 +151,21 @@ def commit(
     real = column < drafted
     at = batch * drafted + column
     accepted = tl.load(count + batch)
+    if gated:
+        accepted = tl.where(batch < tl.load(commits), accepted, -1)
     on = real & (column <= accepted)
     row = tl.load(path + at, mask=on, other=0)
     token = tl.load(tokens + at, mask=on, other=0)
-    slot = tl.load(row_slots + batch * width + row, mask=on, other=0)
-    front = tl.load(block_slots + at, mask=on, other=0)
-    tl.store(from_slot + at, slot, mask=real)  # slot 0 is SGLang's own padding
-    tl.store(to_slot + at, front, mask=real)
+    slots = row_slots + batch * width
+    tl.store(from_slot + at, tl.load(slots + row, mask=on, other=0), mask=real)  # slot 0 is SGLang's own padding
+    tl.store(to_slot + at, tl.load(slots + column, mask=on, other=0), mask=real)
     tl.store(feature + at, batch * width + row, mask=real)
     tl.store(index + at, tl.where(on, batch * width + row, -1).to(tl.int32), mask=real)
     tl.store(kept_tokens + at, token, mask=real)
     tl.store(bonus + batch, tl.sum(tl.where(column == accepted, token, 0)))
     tl.store(kept + batch, (accepted + 1).to(tl.int32))
     tl.store(new_lengths + batch, tl.load(lengths + batch).to(tl.int64) + accepted + 1)
+    would = accepted
+    if shadows:
+        would = tl.where(tl.load(told + batch) != 0, tl.load(other + batch), accepted)
+    tl.store(tree_kept + batch, (would + 1).to(tl.int32))

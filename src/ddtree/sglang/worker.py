@@ -7,6 +7,7 @@ import torch
 from sglang.srt.distributed import get_tp_group
 from sglang.srt.managers.scheduler import GenerationBatchResult
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
+from sglang.srt.runtime_context import get_exec
 from sglang.srt.speculative.dflash_info import DFlashVerifyInput
 from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
 from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -20,16 +21,16 @@ from torch import Tensor
 
 from ddtree import kernels
 from ddtree.kernels import PlanRow
-from ddtree.sglang import metrics
+from ddtree.sglang import metrics, tails
 from ddtree.sglang import rows as lay
-from ddtree.sglang.choose import adjust, choose
+from ddtree.sglang.choose import adjust, choose, takes_argmax
 from ddtree.sglang.head import TopKHead
 from ddtree.sglang.options import Options
 from ddtree.sglang.penalties import Penalties
-from ddtree.sglang.room import Room
+from ddtree.sglang.room import Room, View
 from ddtree.sglang.stages import StageClock
+from ddtree.sglang.tails import Growth, Keeping
 from ddtree.sglang.verify import TreeVerifyInput
-from ddtree.tree import Accepted, Rows
 
 
 class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
@@ -48,18 +49,24 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self._head: TopKHead | None = None
         self.usual = self.options.plan(None, block)
         self._shadowed = False  # whether a request of this round verifies a tree beside the chain that it commits
-        self._room: Room | None = None
+        self._room: Room | None = None  # for batches beyond the graphs
+        self._graphs: Room | None = None  # what captured graphs read and write
         self._penalties = Penalties(self.device)
+        self._keeping: Keeping | None = None
+        if tails.wanted():
+            self._keeping = Keeping(self, self.usual.tree and self.usual.chain)
+            self.model_runner.capture_tail_hooks.append(self._keeping.capture)
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Stock warns where its own sampling needs a GPU; ours is SGLang's sampler, which runs everywhere."""
 
-    def _maybe_build_draft_sampler(self) -> TopKHead | None:
+    def _maybe_build_draft_sampler(self) -> TopKHead | Growth | None:
         """What SGLang captures into the draft graph."""
         stock = super()._maybe_build_draft_sampler()
         if stock is None:
             return None
-        return self._make_head(stock.out.shape[0] // self.depth)
+        head = self._make_head(stock.out.shape[0] // self.depth)
+        return head if self._keeping is None else Growth(head, self.graph_room())
 
     def forward_batch_generation(self, batch: Any, *rest: Any, **named: Any) -> Any:
         """Stock for prefill and idle batches, else one round."""
@@ -73,39 +80,41 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     def round(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
         """One round of all running requests."""
         clock, lengths, room = self.clock, batch.seq_lens, self._room_for(batch)
+        size = len(lengths)
+        now = room.view(size)
         clock.start()
         if lengths.is_cuda:  # it may come from another stream
             lengths.record_stream(torch.cuda.current_stream())
         # A DFLASH-family verify tells the scheduler that req_to_token may be reused as soon as its graph starts, so
         # every slot is looked up before it.
         table = self.model_runner.req_to_token_pool.req_to_token
-        bonus, pool = batch.spec_info.bonus_tokens, batch.req_pool_indices
-        block = lay.stage(bonus, lengths, pool, table, room.state, int(self._mask_token_id), self.block_size)
-        log_q, tokens = self.propose(batch, block)
+        bonus, pool, mask_token = batch.spec_info.bonus_tokens, batch.req_pool_indices, int(self._mask_token_id)
+        folds = self._keeping is not None and room is self._graphs and takes_argmax(batch)
+        lay.stage(bonus, lengths, pool, table, room.state, now.block, mask_token, room.commits, size if folds else 0)
+        proposal = self.propose(batch, now.block)
         clock.mark("draft")
-        kernels.build(log_q, tokens, room.plan, room.state, self.width)
-        rows = room.rows(len(lengths))
-        logits_output, graph, links, forward, grammar_mask = self._verify(batch, rows, block, grammar_barrier)
+        if proposal is not None:
+            kernels.build(*proposal, room.plan, room.state, self.width)
+        output, graph, forward, mask = self._verify(batch, room, now, proposal is None, grammar_barrier)
         clock.mark("verify")
-        logits = logits_output.next_token_logits
-        penalties = self._penalties.of(batch.reqs, batch.sampling_info, bonus, lengths)
-        adjust(logits, batch.sampling_info, rows, grammar_mask, penalties)
-        own = choose(logits, batch.sampling_info, links.positions, self.model_runner.sampler, self.group)
-        accepted, other = self._accept(room, rows, own)
-        if penalties is not None:
-            penalties.keep(accepted)
-        kept = lay.commit(accepted, lengths, block)
+        if folds and graph:
+            kept = self._keeping.read(self.captured(self.model_runner), size)
+        else:
+            kept = self._accept(batch, room, now, output.next_token_logits, mask)
         if on_publish is not None:
             on_publish(kept.lengths)
         clock.mark("accept")
-        self._keep(batch, kept, block, logits_output)
+        if self._need_mamba_verify_commit:
+            commit_mamba_states_after_verify(self.target_worker, batch, kept.counts, kept.index, self.width)
+        if not (folds and graph):
+            self.move(kept, now.block, output.hidden_states)
         clock.mark("commit")
-        logits_output.hidden_states = None  # large; the scheduler would copy it to the host
+        output.hidden_states = None  # large; the scheduler would copy it to the host
         return GenerationBatchResult(
-            logits_output=logits_output,
-            next_token_ids=kept.tokens.flatten(),
+            logits_output=output,
+            next_token_ids=kept.tokens,
             accept_lens=kept.counts,
-            cap_lens=other,
+            cap_lens=kept.tree_counts if self._shadowed else None,
             can_run_cuda_graph=graph,
             next_draft_input=self._make_next_draft_input_decode(bonus_tokens=kept.bonus, new_seq_lens=kept.lengths),
             speculative_num_draft_tokens=self.block_size,
@@ -113,21 +122,24 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             extra_keep_alive_refs=[forward],
         )
 
-    def propose(self, batch: Any, block: lay.Block) -> tuple[Tensor, Tensor]:
-        """The drafter's candidates: log_q [B, D, K] float32 and tokens [B, D, K] int64."""
+    def propose(self, batch: Any, block: lay.Block) -> tuple[Tensor, Tensor] | None:
+        """The drafter's candidates: log_q [B, D, K] float32 and tokens [B, D, K] int64.
+
+        None where the draft graph has already grown the rows from them.
+        """
         target, size = self.model_runner.model, len(block.ids)
         embeds = target.get_input_embeddings()(block.ids)
         lengths, total = self._bounds(batch, self.block_size)
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
             batch_size=size,
-            input_ids=block.ids.flatten(),
+            input_ids=block.ids.view(-1),
             req_pool_indices=batch.req_pool_indices,
             seq_lens=batch.seq_lens,
-            out_cache_loc=block.slots.flatten(),
+            out_cache_loc=block.slots.view(-1),
             seq_lens_sum=total,
             seq_lens_cpu=lengths.to(torch.int32),
-            positions=block.positions.flatten(),
+            positions=block.positions.view(-1),
             input_embeds=embeds.view(-1, embeds.shape[-1]),
             spec_algorithm=SpeculativeAlgorithm.DFLASH,
             spec_info=self._draft_block_spec_info,
@@ -136,33 +148,33 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         with torch.inference_mode():
             out = self.draft_model_runner.forward(forward)
             if self._draft_sampler is not None and out.can_run_graph:
-                return self._draft_sampler.read(size)
+                return None if isinstance(self._draft_sampler, Growth) else self._draft_sampler.read(size)
             if self._head is None or self._head.batch < size:
                 self._head = self._make_head(size)
             self._head(out.logits_output.hidden_states)
             return self._head.read(size)
 
-    def _verify(self, batch: Any, rows: Rows, block: lay.Block, barrier: Any) -> tuple[Any, bool, lay.Links, Any, Any]:
-        """The target over the rows: output, whether a graph ran, links, what must live on, the grammar's mask."""
-        lengths, room = batch.seq_lens, self._room
-        assert room is not None
+    def _verify(self, batch: Any, room: Room, now: View, grown: bool, barrier: Any) -> tuple[Any, bool, Any, Any]:
+        """The target over the rows: its output, whether a graph ran, what must live on, the grammar's mask."""
+        rows, links, lengths = now.rows, now.links, now.block.lengths
         host_lengths, total = self._bounds(batch, self.width)
         buffer, mask = room.mask.take(lengths, total)
-        links = lay.lay(rows, lengths, buffer, prefix=room.mask.prefix)
+        if not (grown and self.captured(self.draft_model_runner) in self._draft_sampler.laid):
+            lay.lay(rows, lengths, buffer, links, prefix=room.mask.prefix)
         verify = TreeVerifyInput.of(
             self.width,
             self.depth,
             mask,
-            draft_token=rows.tokens.reshape(-1),
-            positions=links.positions.flatten(),
-            retrieve_index=room.index[: len(lengths)],
+            draft_token=rows.tokens.view(-1),
+            positions=links.positions.view(-1),
+            retrieve_index=now.index,
             retrieve_next_token=links.first_child,
             retrieve_next_sibling=links.next_sibling,
         )
-        batch.out_cache_loc = block.row_slots.flatten()
+        batch.out_cache_loc = now.block.row_slots.view(-1)
         grammar = None
         if batch.has_grammar:
-            grammar = GrammarTree.from_device(links.first_child, links.next_sibling, rows.tokens.contiguous())
+            grammar = GrammarTree.from_device(links.first_child, links.next_sibling, rows.tokens)
         if self._need_mamba_verify_commit:
             prepare_mamba_track_for_verify(batch)
         before = batch.seq_lens_cpu, batch.seq_lens_sum
@@ -182,32 +194,47 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
                 device=lengths.device,
                 barrier=barrier,
             )
-        return out.logits_output, graph, links, forward, grammar_mask
+        return out.logits_output, graph, forward, grammar_mask
 
-    def _accept(self, room: Room, rows: Rows, own: Tensor) -> tuple[Accepted, Tensor | None]:
-        """The path that is committed; and the tokens that each request's tree would have kept, if any is shadowed."""
-        size = len(own)
-        if not self._shadowed:
-            return kernels.accept(rows, own, self.depth), None
-        state = room.state
-        accepted = kernels.accept(rows, own, self.depth, state.member[:size, : self.width])
-        tree = kernels.accept(rows, own, self.depth, state.tree[:size, : self.width])
-        counts = torch.where(room.shadows[:size], tree.count, accepted.count)
-        return accepted, (counts + 1).to(torch.int32)
+    def _accept(self, batch: Any, room: Room, now: View, logits: Tensor, grammar_mask: Any) -> lay.Kept:
+        """The path that the target's own tokens follow, and what it keeps. logits: [B * N, V], overwritten."""
+        rows, info = now.rows, batch.sampling_info
+        penalties = self._penalties.of(batch.reqs, info, rows.tokens[:, 0], now.block.lengths)
+        adjust(logits, info, rows, grammar_mask, penalties)
+        own = choose(logits, info, now.links.positions, self.model_runner.sampler, self.group)
+        tree = None
+        if self._shadowed:
+            accepted = kernels.accept(rows, own, self.depth, now.member)
+            tree = kernels.accept(rows, own, self.depth, now.tree).count, now.shadows
+        else:
+            accepted = kernels.accept(rows, own, self.depth)
+        if penalties is not None:
+            penalties.keep(accepted)
+        kept = lay.Kept.allocate(len(own), self.block_size, own.device)
+        lay.commit(accepted, now.block.lengths, now.block.row_slots, kept, tree)
+        return kept
 
-    def _keep(self, batch: Any, kept: lay.Kept, block: lay.Block, output: Any) -> None:
-        """Commit the path: recurrent state, keys and values, and the drafter's context."""
-        if self._need_mamba_verify_commit:
-            commit_mamba_states_after_verify(self.target_worker, batch, kept.counts, kept.index, self.width)
+    def move(self, kept: lay.Kept, block: lay.Block, hidden: Tensor) -> None:
+        """Commit a path's keys and values, and the drafter's context. hidden: [B * N, features] of the rows."""
         cache = self.model_runner.token_to_kv_pool_allocator.get_kvcache()
-        cache.move_kv_cache(kept.to_slots.flatten(), kept.from_slots.flatten())
+        cache.move_kv_cache(kept.to_slots.view(-1), kept.from_slots.view(-1))
         self._append_target_hidden_to_draft_kv_by_loc(
-            target_hidden=output.hidden_states[kept.features.flatten()],
-            cache_loc=block.slots.flatten(),
-            cache_loc_2d=block.slots,
-            positions=block.positions.flatten(),
+            target_hidden=hidden[kept.features.view(-1)],
+            cache_loc=kept.to_slots.view(-1),
+            cache_loc_2d=kept.to_slots,
+            positions=block.positions.view(-1),
             commit_lens=kept.counts,
         )
+
+    def captured(self, runner: Any) -> int:
+        """Requests of the graph that a runner replayed last."""
+        return int(runner.decode_cuda_graph_runner.bs)
+
+    def graph_room(self) -> Room:
+        """What graphs read and write, of any number of requests that one is captured for."""
+        if self._graphs is None:
+            self._graphs = Room(self, max(get_exec().graph.cuda_graph_config.decode.bs))
+        return self._graphs
 
     def _bounds(self, batch: Any, extra: int) -> tuple[Tensor, int]:
         """Lengths for the host's planning, which may be too large: with overlap the host does not know them."""
@@ -226,12 +253,14 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def _room_for(self, batch: Any) -> Room:
         """The tensors of a round, with the plan of these requests."""
-        size = len(batch.seq_lens)
-        if self._room is None or len(self._room.index) < size:
-            self._room = Room(self, size)
+        size, room = len(batch.seq_lens), self._graphs
+        if room is None or room.size < size:
+            if self._room is None or self._room.size < size:
+                self._room = Room(self, size)
+            room = self._room
         plans = [self._plan_of(req.sampling_params.custom_params) for req in batch.reqs]
-        self._shadowed = self._room.tell(plans, self.width)
-        return self._room
+        self._shadowed = room.tell(plans, self.width)
+        return room
 
     def _plan_of(self, custom: dict[str, Any] | None) -> PlanRow:
         return self.options.plan(custom, self.block_size) if custom else self.usual

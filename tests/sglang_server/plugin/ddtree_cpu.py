@@ -5,9 +5,13 @@ And a drafter that follows a script, since random weights are never right.
 
 import json
 import os
+from types import SimpleNamespace
 
 import torch
 import torch.nn.functional as F
+
+GRAPHS = os.environ.get("DDTREE_TEST_GRAPHS") == "1"
+MOST = 8  # requests of the largest stand-in for a graph
 
 
 def register():
@@ -29,7 +33,16 @@ def register():
     }
     for target, hook in around.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
-    HookRegistry.register("ddtree.sglang.worker.DDTreeWorker.propose", propose, HookType.AROUND)
+    ours = {"propose": propose}
+    if GRAPHS:
+        from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
+
+        TorchNativeAttnBackend.verify_mask = SimpleNamespace(
+            buffer=torch.ones(1 << 20, dtype=torch.uint8), fits=lambda size: size <= MOST
+        )
+        ours |= {"propose": grow, "_room_for": room, "_verify": verify_and_keep, "captured": captured}
+    for name, hook in ours.items():
+        HookRegistry.register(f"ddtree.sglang.worker.DDTreeWorker.{name}", hook, HookType.AROUND)
 
 
 def settle_arguments(original, server_args):
@@ -54,6 +67,8 @@ def attend(original, self, q, k, v, layer, forward, save_kv_cache=True):
     if save_kv_cache:
         pool.set_kv_buffer(layer, KVWriteLoc(forward.out_cache_loc, self.swa_out_cache_loc), k, v)
     batch, mask, start, out = forward.batch_size, getattr(forward.spec_info, "custom_mask", None), 0, []
+    if mask is not None and mask.numel() == 1:
+        mask = self.verify_mask.buffer
     rows = q.shape[0] // batch
     queries = q.view(batch, rows, layer.tp_q_head_num, layer.qk_head_dim)
     keys, values = pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id)
@@ -93,6 +108,58 @@ def propose(original, self, batch, block):
     _, tokens = original(self, batch, block)
     write_down(batch, tokens[:, :, 0])
     return scripted(batch, *tokens.shape[1:])
+
+
+def padded(size):
+    """Requests of the graph that `size` of them would run in: always one more, which nobody may see."""
+    return min(size + 1, MOST)
+
+
+def room(original, self, batch):
+    """What graphs read and write is there before the first round."""
+    if self._graphs is None:
+        from ddtree.sglang.room import Room
+
+        self._graphs = Room(self, MOST)
+    return original(self, batch)
+
+
+def grow(original, self, batch, block):
+    """As `propose`; the rows are then grown by the tail of the draft graph, run here for what a graph would be padded to."""
+    from ddtree.sglang.tails import Growth
+
+    log_q, tokens = propose(original, self, batch, block)
+    if self._draft_sampler is None:
+        self._draft_sampler = Growth(self._make_head(MOST), self._graphs)
+    head, rows = self._draft_sampler.head, log_q.shape[0] * log_q.shape[1]
+    head.log_q[:rows], head.tokens[:rows] = log_q.flatten(0, 1), tokens.flatten(0, 1)
+    self._draft_sampler.last = padded(len(log_q))
+    self._draft_sampler.grow(self._draft_sampler.last)
+    return None
+
+
+def verify_and_keep(original, self, batch, room, now, grown, barrier):
+    """The target, then its graph's tail, padded with what must not matter."""
+    from ddtree.sglang.rows import Kept
+
+    assert grown
+    output, _, forward, mask = original(self, batch, room, now, grown, barrier)
+    size = padded(len(now.block.ids))
+    extra = size - len(now.block.ids)
+    logits, hidden = (
+        torch.cat([part, torch.randn(extra * self.width, part.shape[1]).to(part.dtype)])
+        for part in (output.next_token_logits, output.hidden_states)
+    )
+    lengths = torch.cat([batch.seq_lens, torch.ones(extra, dtype=batch.seq_lens.dtype)])
+    kept = self._keeping.kept.setdefault(size, Kept.allocate(size, self.block_size, "cpu"))
+    self._keeping.keep(room, logits, hidden, lengths, size)
+    assert not kept.counts[len(now.block.ids) :].any()
+    return output, True, forward, mask
+
+
+def captured(original, self, runner):
+    """Both stand-ins have the size of the last growth."""
+    return self._draft_sampler.last
 
 
 def verify(original, self, batch, target_worker):

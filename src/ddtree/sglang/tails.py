@@ -1,0 +1,96 @@
+"""The parts of a round that run inside SGLang's own CUDA graphs, behind the drafter's and behind the target's forward.
+
+A round without them spends most of its time on the host, which launches some twenty small kernels one by one. Both tails
+do what the round does otherwise, by the same kernels; what a captured graph reads and writes lies in the room.
+"""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ddtree import kernels
+from ddtree.errors import InvalidOption
+from ddtree.sglang import rows as lay
+from ddtree.sglang.head import TopKHead
+from ddtree.sglang.rows import Kept
+from ddtree.sglang.room import Room
+
+VARIABLE = "DDTREE_SGLANG_TAILS"
+
+
+def wanted(environment: Mapping[str, str] = os.environ) -> bool:
+    """Whether graphs are captured with their tails: 1, the default, or 0 in the environment. Raises InvalidOption."""
+    text = environment.get(VARIABLE) or "1"
+    if text not in ("0", "1"):
+        raise InvalidOption(f"{VARIABLE} must be 1 or 0, not {text!r}")
+    return text == "1"
+
+
+@dataclass
+class Growth:
+    """Behind the drafter: its head, the rows, their links and their mask. Stands in for SGLang's greedy sampler."""
+
+    head: TopKHead
+    room: Room
+    laid: set[int] = field(default_factory=set)  # requests of the graphs that lay links and mask too
+
+    def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> None:
+        """hidden: [B * block, H]. input_ids: SGLang's, unused."""
+        self.head(hidden)
+        self.grow(len(hidden) // self.head.block)
+
+    def grow(self, size: int) -> None:
+        """From the head's candidates of `size` requests; those behind the running ones have rows that nobody reads."""
+        room = self.room
+        kernels.build(*self.head.read(size), room.plan, room.state, room.width)
+        mask = room.mask.graphs(size)
+        if mask is not None:
+            now = room.view(size)
+            lay.lay(now.rows, now.block.lengths, mask, now.links, prefix=False)
+            self.laid.add(size)
+
+
+@dataclass
+class Keeping:
+    """Behind the target: every row's best token, the path that follows them, and what is kept of it.
+
+    For rounds whose tokens are the logits' argmax and nothing else. In others (`stage` was told so by `committed=0`) it
+    keeps nothing, and the round does so itself.
+    """
+
+    worker: Any
+    shadows: bool  # whether a round's tree may be verified beside the chain that it commits
+    kept: dict[int, Kept] = field(default_factory=dict)  # by the number of requests that a graph was captured for
+    held: list[Any] = field(default_factory=list)
+
+    def capture(self, runner: Any, out: Any, forward: Any, tokens: int) -> None:
+        """SGLang's hook: at the end of a forward that is captured, or of one that warms up before it."""
+        room, size = self.worker.graph_room(), forward.batch_size
+        if size not in self.kept:  # in a warm-up: what is allocated in the capture itself belongs to the graph
+            self.kept[size] = Kept.allocate(size, room.block.ids.shape[1], room.commits.device)
+        if not (room.commits.is_cuda and torch.cuda.is_current_stream_capturing()):
+            room.commits.zero_()  # a graph captured anew, between rounds, finds the slots of the last one
+        self.keep(room, out.next_token_logits, out.hidden_states, forward.seq_lens, size)
+        # SGLang's helper replaces its workspaces when a prefill wants larger ones; graphs keep to those they have seen.
+        self.held.append([one for one in vars(self.worker._fused_kv_helper or self).values() if torch.is_tensor(one)])
+
+    def keep(self, room: Room, logits: Tensor, hidden: Tensor, lengths: Tensor, size: int) -> None:
+        """logits: [B * N, V]; hidden: [B * N, features]; lengths: [B] integers, tokens in the cache."""
+        now, kept = room.view(size), self.kept[size]
+        depth, tree = now.block.ids.shape[1] - 1, None
+        own = logits.argmax(-1).view(size, room.width)
+        if self.shadows:
+            accepted = kernels.accept(now.rows, own, depth, now.member)
+            tree = kernels.accept(now.rows, own, depth, now.tree).count, now.shadows
+        else:
+            accepted = kernels.accept(now.rows, own, depth)
+        lay.commit(accepted, lengths, now.block.row_slots, kept, tree, room.commits)
+        self.worker.move(kept, now.block, hidden)
+
+    def read(self, captured: int, size: int) -> Kept:
+        """What the last replay of the graph of `captured` requests kept of the `size` that run."""
+        return self.kept[captured].taken(size)
