@@ -104,8 +104,8 @@ def test_commit(running: int | None, device: torch.device) -> None:
     commits = None if running is None else torch.tensor([running], device=device)
     lay.commit(accepted, lengths, row_slots, kept, commits=commits)
 
-    for b, rows in enumerate(paths):
-        rows = rows if running is None or b < running else []
+    for b, path in enumerate(paths):
+        rows = path if running is None or b < running else []
         n = len(rows)
         assert kept.counts[b] == kept.tree_counts[b] == n
         assert kept.lengths[b] == LENGTHS[b] + n

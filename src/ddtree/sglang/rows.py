@@ -75,7 +75,7 @@ class Kept:
         report = torch.empty(batch * (columns + 3), dtype=torch.int64, device=device)
         moves = torch.empty((3, batch, columns), dtype=torch.int64, device=device)
         index = torch.empty((batch, columns), dtype=torch.int32, device=device)
-        return cls(report, *_parts(report, batch, columns), *moves, index)
+        return cls(report, *_parts(report, batch, columns), moves[0], moves[1], moves[2], index)
 
     def taken(self, batch: int) -> "Kept":
         """Of the first `batch` requests, with a report of its own: the next round may write this one. One copy."""
@@ -184,7 +184,7 @@ def commit(
         lengths: [B] integers, tokens in the cache.
         row_slots: [B, N] int64, where the rows were written; an accepted path ends up in the first of them.
         kept: of B requests, written.
-        tree: what the request's tree would have accepted, [B] int64 without the root, and [B] bool whether that is told.
+        tree: what the requests' trees would have accepted, [B] int64 without the root, and [B] bool whose are told.
         commits: as `stage` wrote it: requests from that on keep nothing, and move the padding slot onto itself.
     """
     batch, columns = accepted.path.shape

@@ -1,7 +1,7 @@
 """The parts of a round that run inside SGLang's own CUDA graphs, behind the drafter's and behind the target's forward.
 
-A round without them spends most of its time on the host, which launches some twenty small kernels one by one. Both tails
-do what the round does otherwise, by the same kernels; what a captured graph reads and writes lies in the room.
+A round without them spends most of its time on the host, which launches some twenty small kernels one by one. Both
+tails do what the round does otherwise, by the same kernels; what a captured graph reads and writes lies in the room.
 """
 
 import os
@@ -16,8 +16,8 @@ from ddtree import kernels
 from ddtree.errors import InvalidOption
 from ddtree.sglang import rows as lay
 from ddtree.sglang.head import TopKHead
-from ddtree.sglang.rows import Kept
 from ddtree.sglang.room import Room
+from ddtree.sglang.rows import Kept
 
 VARIABLE = "DDTREE_SGLANG_TAILS"
 
@@ -65,7 +65,7 @@ class Keeping:
     worker: Any
     shadows: bool  # whether a round's tree may be verified beside the chain that it commits
     kept: dict[int, Kept] = field(default_factory=dict)  # by the number of requests that a graph was captured for
-    held: list[Any] = field(default_factory=list)
+    held: list[list[Tensor]] = field(default_factory=list)  # what graphs use and nobody else may hold any longer
 
     def capture(self, runner: Any, out: Any, forward: Any, tokens: int) -> None:
         """SGLang's hook: at the end of a forward that is captured, or of one that warms up before it."""
@@ -75,8 +75,9 @@ class Keeping:
         if not (room.commits.is_cuda and torch.cuda.is_current_stream_capturing()):
             room.commits.zero_()  # a graph captured anew, between rounds, finds the slots of the last one
         self.keep(room, out.next_token_logits, out.hidden_states, forward.seq_lens, size)
-        # SGLang's helper replaces its workspaces when a prefill wants larger ones; graphs keep to those they have seen.
-        self.held.append([one for one in vars(self.worker._fused_kv_helper or self).values() if torch.is_tensor(one)])
+        helper = self.worker._fused_kv_helper
+        if helper is not None:  # it replaces its workspaces when a prefill wants larger ones; a graph keeps to its own
+            self.held.append([one for one in vars(helper).values() if torch.is_tensor(one)])
 
     def keep(self, room: Room, logits: Tensor, hidden: Tensor, lengths: Tensor, size: int) -> None:
         """logits: [B * N, V]; hidden: [B * N, features]; lengths: [B] integers, tokens in the cache."""

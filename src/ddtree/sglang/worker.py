@@ -89,16 +89,17 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         # every slot is looked up before it.
         table = self.model_runner.req_to_token_pool.req_to_token
         bonus, pool, mask_token = batch.spec_info.bonus_tokens, batch.req_pool_indices, int(self._mask_token_id)
-        folds = self._keeping is not None and room is self._graphs and takes_argmax(batch)
-        lay.stage(bonus, lengths, pool, table, room.state, now.block, mask_token, room.commits, size if folds else 0)
+        keeping = self._keeping if room is self._graphs and takes_argmax(batch) else None
+        committed = 0 if keeping is None else size
+        lay.stage(bonus, lengths, pool, table, room.state, now.block, mask_token, room.commits, committed)
         proposal = self.propose(batch, now.block)
         clock.mark("draft")
         if proposal is not None:
             kernels.build(*proposal, room.plan, room.state, self.width)
         output, graph, forward, mask = self._verify(batch, room, now, proposal is None, grammar_barrier)
         clock.mark("verify")
-        if folds and graph:
-            kept = self._keeping.read(self.captured(self.model_runner), size)
+        if keeping is not None and graph:  # which has moved it all
+            kept = keeping.read(self.captured(self.model_runner), size)
         else:
             kept = self._accept(batch, room, now, output.next_token_logits, mask)
         if on_publish is not None:
@@ -106,7 +107,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         clock.mark("accept")
         if self._need_mamba_verify_commit:
             commit_mamba_states_after_verify(self.target_worker, batch, kept.counts, kept.index, self.width)
-        if not (folds and graph):
+        if keeping is None or not graph:
             self.move(kept, now.block, output.hidden_states)
         clock.mark("commit")
         output.hidden_states = None  # large; the scheduler would copy it to the host

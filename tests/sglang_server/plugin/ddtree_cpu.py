@@ -125,7 +125,7 @@ def room(original, self, batch):
 
 
 def grow(original, self, batch, block):
-    """As `propose`; the rows are then grown by the tail of the draft graph, run here for what a graph would be padded to."""
+    """As `propose`; the tail of the draft graph then grows the rows, for as many requests as its graph would have."""
     from ddtree.sglang.tails import Growth
 
     log_q, tokens = propose(original, self, batch, block)
@@ -135,7 +135,6 @@ def grow(original, self, batch, block):
     head.log_q[:rows], head.tokens[:rows] = log_q.flatten(0, 1), tokens.flatten(0, 1)
     self._draft_sampler.last = padded(len(log_q))
     self._draft_sampler.grow(self._draft_sampler.last)
-    return None
 
 
 def verify_and_keep(original, self, batch, room, now, grown, barrier):
