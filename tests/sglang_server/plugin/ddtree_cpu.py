@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 GRAPHS = os.environ.get("DDTREE_TEST_GRAPHS") == "1"
-MOST = 8  # requests of the largest stand-in for a graph
+GRAPH_SIZES = (1, 4)  # requests of the stand-ins for graphs
 
 
 def register():
@@ -38,7 +38,7 @@ def register():
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
         TorchNativeAttnBackend.verify_mask = SimpleNamespace(
-            buffer=torch.ones(1 << 20, dtype=torch.uint8), fits=lambda size: size <= MOST
+            buffer=torch.ones(1 << 20, dtype=torch.uint8), fits=lambda size: size <= GRAPH_SIZES[-1]
         )
         ours |= {"propose": grow, "_room_for": room, "_verify": verify_and_keep, "captured": captured}
     for name, hook in ours.items():
@@ -111,8 +111,8 @@ def propose(original, self, batch, block):
 
 
 def padded(size):
-    """Requests of the graph that `size` of them would run in: always one more, which nobody may see."""
-    return min(size + 1, MOST)
+    """Requests of the graph that `size` of them would run in; those that it has too many nobody may see."""
+    return next(most for most in GRAPH_SIZES if size <= most)
 
 
 def room(original, self, batch):
@@ -120,7 +120,7 @@ def room(original, self, batch):
     if self._graphs is None:
         from ddtree.sglang.room import Room
 
-        self._graphs = Room(self, MOST)
+        self._graphs = Room(self, GRAPH_SIZES[-1])
     return original(self, batch)
 
 
@@ -130,7 +130,7 @@ def grow(original, self, batch, block):
 
     log_q, tokens = propose(original, self, batch, block)
     if self._draft_sampler is None:
-        self._draft_sampler = Growth(self._make_head(MOST), self._graphs)
+        self._draft_sampler = Growth(self._make_head(GRAPH_SIZES[-1]), self._graphs)
     head, rows = self._draft_sampler.head, log_q.shape[0] * log_q.shape[1]
     head.log_q[:rows], head.tokens[:rows] = log_q.flatten(0, 1), tokens.flatten(0, 1)
     self._draft_sampler.last = padded(len(log_q))
