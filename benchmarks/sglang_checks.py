@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from itertools import takewhile
 from typing import Any
 
 from sglang_servers import Server
@@ -102,11 +103,19 @@ def json_schema(server: Server, asked: Asked) -> dict[str, Any]:
 
 
 def penalties(server: Server, asked: Asked) -> dict[str, Any]:
-    """Penalties make an answer repeat itself less; stock DFLASH leaves them out."""
+    """Penalties make an answer repeat itself less; stock DFLASH leaves them out.
+
+    `as_plain` counts leading tokens that are the plain server's, which with overlap applies its penalties a token late:
+    name it plain@nooverlap.
+    """
     usual = server.generate(asked.prompts[0], 128)["output_ids"]
     found = server.generate(asked.prompts[0], 128, frequency_penalty=1.0, presence_penalty=0.5)
     fewer = len(set(found["output_ids"])) > len(set(usual))
-    told = {"different_tokens": len(set(found["output_ids"])), "without": len(set(usual))}
+    told = {"different_tokens": len(set(found["output_ids"])), "without": len(set(usual)), "said": found["output_ids"]}
+    plain = asked.plain.get("penalties", {}).get("said")
+    if plain is not None and server.mode != "plain":
+        pairs = zip(found["output_ids"], plain, strict=False)
+        told["as_plain"] = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
     return {"ok": fewer or server.mode in ("dflash", "linear")} | told | _rounds(found)
 
 

@@ -1,12 +1,15 @@
 """The plug-in inside SGLang on a GPU: tokens, acceptance and speed of its modes against plain decoding and DFLASH.
 
 python benchmarks/sglang_gpu.py --target DIR --drafter DIR --out FILE.json --smoke   first: does everything start?
-python benchmarks/sglang_gpu.py --target DIR --drafter DIR --out FILE.json \
-    --only plain,dflash,linear,shadow31,tree31 --checks context,radix,retract,above-graph,regex,json,penalties,sampled
+python benchmarks/sglang_gpu.py --target DIR --drafter DIR --out FILE.json --limit-s 420 --prompts 12 --timed 8 \
+    --only plain,dflash,linear,shadow31,tree15,tree31          one step and tokens per second, in seven minutes
+python benchmarks/sglang_gpu.py --target DIR --drafter DIR --out FILE.json --turns 0 \
+    --only plain,shadow31,tree31 --checks context,radix,retract,above-graph,regex,json,penalties,sampled
 
-Servers run side by side and are measured one at a time, in turns, so that a busy moment meets all; idle ones still
-share the host. A name is plain, dflash, linear, shadow or tree, a budget, and modifiers: tree31@flashinfer,
-tree31@metrics (stage seconds), tree31@tp2, @eager, @nooverlap, @bfloat16, @graph4. A server that dies is told at once
+Servers run side by side and are measured one at a time, in turns of all loads, so that a busy moment meets all; idle
+ones sleep, but still share the host. What is written when the time is over has as many turns of every load, to one. A
+name is plain, dflash, linear, shadow or tree, a budget, and modifiers: tree31@flashinfer, tree31@metrics (stage
+seconds), tree31@tp2, @eager, @nooverlap, @bfloat16, @graph4, @notails. A server that dies is told at once
 with the end of its log, and the others go on; logs are kept in the folder FILE-logs, results are written as they come.
 What follows -- goes to every server, and wins. Tokens are judged by float32 regret: how far each is below the argmax
 of the target in float32 (transformers). Needs SGLang as in docs/sglang.md; ddtree may be on PYTHONPATH alone.
@@ -14,6 +17,7 @@ of the target in float32 (transformers). Needs SGLang as in docs/sglang.md; ddtr
 
 import argparse
 import json
+import os
 import re
 import signal
 import sys
@@ -43,7 +47,7 @@ class Run:
     """One run: its options, its prompts, and the report that is written after every step."""
 
     def __init__(self, options: argparse.Namespace) -> None:
-        self.options, self.began = options, time.monotonic()
+        self.options, self.began, self.load = options, time.monotonic(), os.getloadavg()[0]
         self.folder = options.out.with_name(f"{options.out.stem}-logs")
         self.folder.mkdir(parents=True, exist_ok=True)
         self.settings = Settings(
@@ -53,7 +57,7 @@ class Run:
             _words(options),
             options.tp,
             options.gpus.split(",") if options.gpus else (),
-            end=self.began + options.limit_s,
+            end=self.began + options.limit_s - (options.judge_s if options.judge and not options.smoke else 0),
         )
         self.prompts = _prompts(options.target, SMOKE[0] if options.smoke else options.prompts)
         self.report: dict[str, Any] = machine() | {"prompts": len(self.prompts), "servers": {}}
@@ -63,8 +67,16 @@ class Run:
         self.report["servers"].setdefault(name, {}).update(found)
         self.write()
 
+    def over(self) -> bool:
+        """Whether the time for everything is over; said where it is."""
+        late = time.monotonic() > self.began + self.options.limit_s
+        if late:
+            self.say(f"the time is over (--limit-s {self.options.limit_s}): the rest is left out")
+        return late
+
     def write(self) -> None:
         """The report as it stands."""
+        self.report["load"] = [self.load, os.getloadavg()[0]]  # processes that wanted a core, at the start and now
         self.report["seconds"] = round(time.monotonic() - self.began, 1)
         self.options.out.write_text(json.dumps(self.report, indent=1) + "\n", encoding="utf-8")
 
@@ -98,11 +110,11 @@ def answers(run: Run, server: Server, tokens: int) -> list[list[int]]:
     return ids
 
 
-def measure(run: Run, level: int, rates: dict[str, dict[str, list[float]]], server: Server) -> None:
+def measure(run: Run, level: int, timed: int, rates: dict[str, dict[str, list[float]]], server: Server) -> None:
     """One turn of one server: tokens per second, and at one request the milliseconds of a round."""
     tokens = run.options.max_tokens
     prompts = [*run.prompts] * (1 + 2 * level // len(run.prompts))
-    prompts = prompts[: run.options.timed] if level == 1 else prompts[: max(2 * level, run.options.timed)]
+    prompts = prompts[:timed] if level == 1 else prompts[: 2 * level]
     first = [server.generate(ids, 1)["seconds"] for ids in prompts] if level == 1 else []
     began = time.perf_counter()
     with ThreadPoolExecutor(level) as pool:
@@ -117,22 +129,32 @@ def measure(run: Run, level: int, rates: dict[str, dict[str, list[float]]], serv
 
 
 def turns(run: Run, servers: Sequence[Server]) -> None:
-    """All turns of all levels; the first of each level is not counted, since kernels are compiled in it."""
+    """All turns, each of all loads; the one before the first is not counted, since kernels are compiled in it."""
     rates: dict[str, dict[str, list[float]]] = {}
-    for level in map(int, run.options.requests.split(",")):
-        for turn in range(-1, run.options.turns):
+    for turn in range(-1, run.options.turns):
+        for level in map(int, run.options.requests.split(",")):
             at = turn % max(len(servers), 1)
-            order = [*servers[at:], *servers[:at]]
-            each(order, partial(measure, run, level, {} if turn < 0 else rates))
-            for name, mine in rates.items():
-                told = {key: judge.interval(values) for key, values in mine.items()}
-                for base in ("plain", "dflash", "linear"):
-                    if base in rates and base != name:
-                        told[f"over_{base}"] = judge.ratios(mine, rates[base])
-                run.note(name, rates=told)
-        steps = {name: [f"{x:.3f}" for x in mine.get("step_ms", [])][:5] for name, mine in rates.items()}
-        speeds = {name: round(mine[str(level)][-1]) for name, mine in rates.items() if str(level) in mine}
-        run.say("level", level, speeds, steps)
+            order, timed = [*servers[at:], *servers[:at]], run.options.timed if turn >= 0 else 2
+            try:
+                each(order, partial(measure, run, level, timed, {} if turn < 0 else rates))
+            finally:
+                tell(run, rates)
+        steps = {name: [f"{x:.3f}" for x in mine.get("step_ms", [])][-5:] for name, mine in rates.items()}
+        run.say("turn", turn, steps)
+
+
+def tell(run: Run, rates: dict[str, dict[str, list[float]]]) -> None:
+    """Medians, intervals and paired ratios of the turns so far, into the report."""
+    for name, mine in rates.items():
+        told: dict[str, Any] = {key: judge.interval(values) for key, values in mine.items()}
+        told["turns"] = {key: len(values) for key, values in mine.items()}
+        for base in ("plain", "dflash", "linear"):
+            if base in rates and base != name:
+                told[f"over_{base}"] = judge.ratios(mine, rates[base])
+        other = name.partition("@")[0]
+        if other != name and other in rates:
+            told["over_unmodified"] = judge.ratios(mine, rates[other])
+        run.note(name, rates=told)
 
 
 def stages(run: Run, servers: Sequence[Server]) -> None:
@@ -167,7 +189,7 @@ def check(run: Run, servers: Sequence[Server], names: Sequence[str], found: dict
                     server.fail(f"check {name}: {error}")
             if server.mode == "plain":
                 plain[name] = told[name]
-            short = {k: v for k, v in told[name].items() if k not in ("judged", "drawn")}
+            short = {k: v for k, v in told[name].items() if k not in ("judged", "drawn", "said")}
             run.say(server.name, name, "ok" if told[name]["ok"] else "NOT OK", short)
             run.note(server.name, checks=told, problem=server.problem)
 
@@ -191,6 +213,8 @@ def conclude(run: Run) -> None:
         run.report["float32_regret"][name] = regret
         run.write()
         run.say("regret", name, regret)
+        if run.over():
+            return
     if run.options.engine:
         beside_ours(run, with_ids)
 
@@ -206,6 +230,8 @@ def beside_ours(run: Run, servers: dict[str, Any]) -> None:
             found[name] = judge.beside_ours(servers[name], own)
             run.say("our engine", name, found[name])
             run.write()
+            if run.over():
+                return
     except Exception as error:
         traceback.print_exc()
         found["problem"] = f"{type(error).__name__}: {error}"
@@ -259,7 +285,7 @@ def main() -> None:
         servers = run.start(names)
         (smoke if run.options.smoke else full)(run, servers)
     except Ended:
-        run.say(f"the time is over (--limit-s {run.options.limit_s})")
+        run.say(f"the servers' time is over (--limit-s {run.options.limit_s} less --judge-s)")
     finally:
         for server in servers:
             run.note(server.name, problem=server.problem)
@@ -274,7 +300,7 @@ def main() -> None:
 def _words(options: argparse.Namespace) -> list[str]:
     words = ["--context-length", str(options.context), "--mem-fraction-static", str(options.memory)]
     words += ["--max-total-tokens", str(options.tokens), "--max-running-requests", "48"]
-    words += ["--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled"]
+    words += ["--cuda-graph-max-bs-decode", "32", "--cuda-graph-backend-prefill", "disabled", "--sleep-on-idle"]
     words += ["--sampling-backend", "pytorch", "--dtype", options.dtype, "--attention-backend", options.attention]
     return [*words, *options.passed]
 
@@ -318,7 +344,8 @@ def _options() -> argparse.Namespace:
     made.add_argument(
         "--flashinfer-start-s", type=float, default=420, help="for one that compiles FlashInfer's kernels"
     )
-    made.add_argument("--limit-s", type=float, default=540, help="for the servers; judging comes after it")
+    made.add_argument("--limit-s", type=float, default=540, help="for everything")
+    made.add_argument("--judge-s", type=float, default=45, help="of it, kept for judging without servers")
     made.add_argument("--engine", action="store_true", help="our own engine on the same prompts too: acceptance")
     made.add_argument("--no-judge", dest="judge", action="store_false", help="no float32 regret, no engine")
     made.add_argument("passed", nargs="*", help="after --: options for every server")

@@ -14,6 +14,7 @@ import argparse
 import json
 import os
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,8 +26,9 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForCausalLM
 
 import sglang_judge as judge
+import sglang_peers as peers
 from common import machine
-from sglang_servers import Server, Settings, each
+from sglang_servers import Ended, Server, Settings, each
 from sglang_start import bring_up
 
 SIZE, HIDDEN, LAYERS, BLOCK = 512, 256, 4, 8
@@ -135,6 +137,7 @@ def main() -> None:
     made.add_argument("--prompts", type=int, default=6)
     made.add_argument("--max-tokens", type=int, default=96)
     made.add_argument("--start-s", type=float, default=240)
+    made.add_argument("--limit-s", type=float, default=540, help="for the servers; judging comes after it")
     made.add_argument("--tp", type=int, default=1, help="GPUs that share the model: 1 or 2")
     made.add_argument("--limit", type=float, default=0.1, help="largest float32 regret, in logits")
     made.add_argument("--make-only", action="store_true", help="only make the models, and say what the target does")
@@ -166,15 +169,25 @@ def main() -> None:
     report: dict[str, Any] = machine() | {"servers": {}}
     os.environ["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
     report["SGLANG_MAMBA_CONV_DTYPE"] = "float16"
+    environment: dict[str, str] = {}
+    if options.tp > 1:
+        report["nccl"], environment, report["nccl_ways"] = peers.way(options.tp)
+        if report["nccl"] is None:
+            sys.exit(f"NCCL does not work between {options.tp} GPUs here: {report['nccl_ways']}")
     asked = prompts(options.prompts)
     report["asked"] = [f"{name} {kind}" for kind, names in SERVERS.items() for name in names if name in only]
+    end = time.monotonic() + options.limit_s
     for kind, every in SERVERS.items():
         names = [name for name in every if name in only]
         logs = folder / f"logs-{kind}"
         logs.mkdir(exist_ok=True)
-        settings = Settings(str(target), str(folder / kind), logs, words, options.tp)
+        drafter = str(folder / kind)
+        settings = Settings(str(target), drafter, logs, words, options.tp, environment=environment, end=end)
         for some in [names] if options.tp == 1 else [[name] for name in names]:
-            serve(some, settings, kind, asked, report, options)
+            try:
+                serve(some, settings, kind, asked, report, options)
+            except Ended:
+                print(f"the time is over (--limit-s {options.limit_s}): {some} {kind} left out", flush=True)
     sys.exit(conclude(report, target, asked, options))
 
 
@@ -186,7 +199,8 @@ def serve(
     report: dict[str, Any],
     options: argparse.Namespace,
 ) -> None:
-    """Start some servers, ask them one at a time, and end them; into the report."""
+    """Start some servers, ask them one at a time, and end them; into the report. Raises Ended."""
+    settings.left(1)
     servers = bring_up(names, settings, options.start_s, options.start_s)
     try:
         for server in servers:

@@ -12,7 +12,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import entry_points
 from itertools import cycle, islice, pairwise
@@ -37,11 +37,21 @@ FIXED = {
     "eager": ["--cuda-graph-backend-decode", "disabled"],
     "nooverlap": ["--disable-overlap-schedule"],
 }
-ENVIRONMENT = {"nopdl": {"DDTREE_OVERLAP": "0"}}  # our kernels without programmatic dependent launch
+ENVIRONMENT = {
+    "nopdl": {"DDTREE_OVERLAP": "0"},  # our kernels without programmatic dependent launch
+    "notails": {"DDTREE_SGLANG_TAILS": "0"},  # rounds end outside SGLang's graphs
+}
 SEVERAL = [  # for more than one GPU: NCCL alone; what SGLang turns on beside it hung where servers started together
-    "--disable-custom-all-reduce",
+    "--disable-custom-all-reduce",  # its own buffers, opened in the other process by CUDA IPC
+    # FlashInfer's all-reduce: symmetric memory with multicast, which SGLang turns on by itself for Qwen3-Next on SM90
+    # and SM100 (arg_groups/overrides.py). The other three, --enable-symm-mem, --enable-torch-symm-mem and
+    # --enable-mscclpp, are off unless they are named.
     "--enforce-disable-flashinfer-allreduce-fusion",
+    *("--dist-timeout", "120", "--watchdog-timeout", "120"),  # seconds: what waits longer ends, and says where
 ]
+# Of a machine with several GPUs. Multicast over NVLink is left alone by NCCL, PyTorch and NVSHMEM: where GPUs of a host
+# are shared, a program that fails in it can take them all out of service.
+NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 LINES = 60  # of a dead server's log
 BROKEN = ("Scheduler hit an exception", "SIGQUIT received")  # SGLang then takes a minute to end, and answers nothing
 MODES = {"linear": "linear", "shadow": "shadow-linear", "tree": "tree"}
@@ -62,6 +72,7 @@ class Settings:
     tp: int = 1
     gpus: Sequence[str] = ()  # indices; none: as CUDA_VISIBLE_DEVICES is
     answer_s: float = 120
+    environment: Mapping[str, str] = field(default_factory=dict)  # beside the session's own
     end: float = float("inf")  # time.monotonic() of the whole run's end
 
     def left(self, most: float) -> float:
@@ -136,6 +147,12 @@ class Server:
         end = next((at for at, line in enumerate(lines) if "SIGQUIT received" in line), len(lines))
         print("\n".join(lines[max(end - LINES, 0) : end]), flush=True)  # what comes behind is SGLang's own ending
         print(f"---- end of {self.name}", flush=True)
+
+    def trace(self) -> None:
+        """Let its processes write down where they are, into the log; it does not live on."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGABRT)
+            time.sleep(2)
 
     def watch(self) -> None:
         """Until it ends: end it as soon as its log says that it is broken, so that nobody waits for answers."""
@@ -218,6 +235,9 @@ def start(names: Sequence[str], settings: Settings) -> list[Server]:
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 env=environment
+                | {"PYTHONFAULTHANDLER": "1"}
+                | (NO_MULTICAST if count > 1 else {})
+                | dict(settings.environment)
                 | ({"CUDA_VISIBLE_DEVICES": ",".join(mine)} if mine else {})
                 | {k: v for extra in parts(name)[2] for k, v in ENVIRONMENT.get(extra, {}).items()},
                 start_new_session=True,

@@ -43,7 +43,9 @@ def wait(servers: Sequence[Server], most: float, flashinfer: float) -> list[Serv
                 server.up_s = round(seconds, 1)
                 print(f"{server.name}: up after {seconds:.0f} s", flush=True)
             elif seconds > (flashinfer if server.flashinfer else most) or time.monotonic() > server.settings.end:
-                server.fail(f"not up after {seconds:.0f} s, {doing(server)}")
+                reason = f"not up after {seconds:.0f} s, {doing(server)}"
+                server.trace()
+                server.fail(reason)
             else:
                 continue
             waiting.remove(server)
