@@ -234,7 +234,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     def graph_room(self) -> Room:
         """What graphs read and write, of any number of requests that one is captured for."""
         if self._graphs is None:
-            self._graphs = Room(self, max(get_exec().graph.cuda_graph_config.decode.bs))
+            with torch.inference_mode(False):  # written later on, in that mode or out of it
+                self._graphs = Room(self, max(get_exec().graph.cuda_graph_config.decode.bs))
         return self._graphs
 
     def _bounds(self, batch: Any, extra: int) -> tuple[Tensor, int]:
