@@ -6,6 +6,7 @@
 #   make test                         lint, types, import arrows and the fast tests (ARGS goes to pytest)
 #   make test-full                    the tests alone, the long ones too
 #   make test-sglang                  the plug-in inside SGLang, on the CPU, in an environment of its own (.venv-sglang)
+#   make test-sglang-core             its shortest part alone: two servers, two minutes
 #   make setup | make clean           only the set-up | remove .venv and the tools' caches
 #
 # PYTHON=python3.12 chooses the interpreter; PIP_ARGS="..." goes to every pip install, for example to choose
@@ -21,6 +22,7 @@ VENV := .venv
 SGLANG_VENV := .venv-sglang
 SGLANG := 0.5.17
 SGLANG_NEXT := 0.5.23
+SGLANG_CORE := tests/sglang_server/test_sglang_core.py
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
 
@@ -29,7 +31,7 @@ ifeq ($(wildcard $(HOME)/.rustup),)
 export RUSTUP_HOME ?= $(CURDIR)/$(VENV)/.rustup
 endif
 
-.PHONY: serve test test-full test-sglang setup clean
+.PHONY: serve test test-full test-sglang test-sglang-core setup clean
 .DEFAULT_GOAL := serve
 
 serve: $(VENV)/.runtime
@@ -47,7 +49,11 @@ test-full: $(VENV)/.dev
 
 # SGLang's wheels are for CPython 3.11 to 3.13 on Linux. Only float32 on the CPU runs here: no GPU is needed, nor used.
 test-sglang: $(SGLANG_VENV)/.ready
-	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest tests/sglang_server $(ARGS)
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest tests/sglang_server --ignore $(SGLANG_CORE) $(ARGS)
+
+test-sglang-core: $(SGLANG_VENV)/.ready
+	HF_HUB_OFFLINE=1 $(SGLANG_VENV)/bin/python -m pytest $(SGLANG_CORE) tests/sglang_server/test_sglang_parts.py \
+	  tests/sglang_server/test_sglang_releases.py $(ARGS)
 
 setup: $(VENV)/.dev
 

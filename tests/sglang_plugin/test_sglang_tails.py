@@ -100,7 +100,11 @@ def test_growth(backend: str, fits: int, laid: set[int]) -> None:
     hidden = torch.zeros(SIZE * BLOCK, 4)
     growth(hidden, torch.zeros(SIZE * BLOCK))
     assert head.seen == [hidden]
-    assert growth.laid == laid
+    assert growth.laid.keys() == laid
+    buffer = room.mask.backend.verify_mask.buffer
+    assert growth.has_laid(SIZE, buffer) == bool(laid)
+    assert not growth.has_laid(SIZE - 1, buffer)
+    assert not growth.has_laid(SIZE, buffer.clone())
     kernels.build(*head.read(SIZE), other.plan, other.state, other.width)
     assert torch.equal(room.state.tokens[:SIZE], other.state.tokens[:SIZE])
     assert torch.equal(room.state.ancestors[:SIZE], other.state.ancestors[:SIZE])

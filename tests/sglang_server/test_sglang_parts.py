@@ -56,6 +56,25 @@ def test_greedy_rows() -> None:
     assert torch.equal(own, logits.argmax(-1).view(2, WIDTH))
 
 
+@pytest.mark.parametrize(
+    ("asked", "argmax"),
+    [
+        ({}, True),
+        ({"is_all_greedy": False}, False),
+        ({"has_custom_logit_processor": True}, False),
+        ({"acc_additive_penalties": torch.zeros(2, VOCABULARY)}, False),
+        ({"logit_bias": torch.zeros(2, VOCABULARY)}, False),
+    ],
+)
+def test_what_graphs_may_accept(asked: dict[str, Any], argmax: bool) -> None:
+    from ddtree.sglang.choose import takes_argmax
+
+    batch = SimpleNamespace(has_grammar=False, sampling_info=info(**{"is_all_greedy": True, **asked}))
+    assert takes_argmax(batch) == argmax
+    assert not takes_argmax(SimpleNamespace(has_grammar=True, sampling_info=batch.sampling_info))
+    assert takes_argmax(SimpleNamespace(has_grammar=False, sampling_info=None))
+
+
 def test_every_row_is_drawn_by_its_request_and_place() -> None:
     from ddtree.sglang.choose import choose
 

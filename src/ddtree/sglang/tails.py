@@ -36,7 +36,7 @@ class Growth:
 
     head: TopKHead
     room: Room
-    laid: set[int] = field(default_factory=set)  # requests of the graphs that lay links and mask too
+    laid: dict[int, Tensor] = field(default_factory=dict)  # by a graph's requests: the mask that it writes, if it does
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> None:
         """hidden: [B * block, H]. input_ids: SGLang's, unused."""
@@ -51,7 +51,12 @@ class Growth:
         if mask is not None:
             now = room.view(size)
             lay.lay(now.rows, now.block.lengths, mask, now.links, prefix=False)
-            self.laid.add(size)
+            self.laid[size] = mask
+
+    def has_laid(self, size: int, mask: Tensor) -> bool:
+        """Whether the graph of `size` requests laid links and this very mask."""
+        found = self.laid.get(size)
+        return found is not None and found.data_ptr() == mask.data_ptr()
 
 
 @dataclass

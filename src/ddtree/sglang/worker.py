@@ -160,7 +160,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         rows, links, lengths = now.rows, now.links, now.block.lengths
         host_lengths, total = self._bounds(batch, self.width)
         buffer, mask = room.mask.take(lengths, total)
-        if not (grown and self.captured(self.draft_model_runner) in self._draft_sampler.laid):
+        if not (grown and self._draft_sampler.has_laid(self.captured(self.draft_model_runner), buffer)):
             lay.lay(rows, lengths, buffer, links, prefix=room.mask.prefix)
         verify = TreeVerifyInput.of(
             self.width,
