@@ -49,18 +49,19 @@ def attempt(gpus: int, environment: dict[str, str], limit_s: float) -> str:
         )
         for rank in range(gpus)
     ]
-    end = time.monotonic() + limit_s
-    try:
-        outputs = [one.communicate(timeout=max(end - time.monotonic(), 0.1))[0].decode() for one in processes]
-    except subprocess.TimeoutExpired:
-        return f"no answer within {limit_s:.0f} s"
-    finally:
-        for one in processes:
-            if one.poll() is None:
-                os.killpg(one.pid, signal.SIGKILL)
-                one.wait(20)
-    wrong = [text.strip()[-400:] for one, text in zip(processes, outputs, strict=True) if one.returncode]
-    return wrong[0] if wrong else "ok"
+    end, late = time.monotonic() + limit_s, False
+    while any(one.poll() is None for one in processes) and not any(one.poll() for one in processes) and not late:
+        time.sleep(0.2)
+        late = time.monotonic() > end
+    broken, outputs = [bool(one.poll()) for one in processes], []
+    for one in processes:
+        if one.poll() is None:
+            os.killpg(one.pid, signal.SIGKILL)
+        outputs.append(one.communicate(timeout=20)[0].decode(errors="replace").strip()[-400:])
+    if late:
+        return f"no answer within {limit_s:.0f} s; {' | '.join(filter(None, outputs))}"
+    wrong = [text for text, bad in zip(outputs, broken, strict=True) if bad]
+    return wrong[0] or "ended without a word" if wrong else "ok"
 
 
 def add_up(rank: int, gpus: int, port: int) -> None:
