@@ -14,7 +14,7 @@ from ddtree.sglang.stages import STAGES
 
 BUDGET = 15
 GRAPHS = " by graphs"  # its rounds end as captured graphs end them, wherever the argmax is what is asked for
-SERVERS = ["linear", "shadow-linear" + GRAPHS, "tree", "tree" + GRAPHS]
+SERVERS = ["linear", "shadow-linear", "tree" + GRAPHS]
 REQUESTS = {
     "linear": {"ddtree_mode": "linear"},
     "small": {"ddtree_budget": 3},
