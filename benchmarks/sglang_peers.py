@@ -3,8 +3,8 @@
 python benchmarks/sglang_peers.py --gpus 2
 
 As a server of several GPUs does, its processes add up a small and a large tensor, eagerly and in a captured graph.
-A way that does not answer in time is ended, and the next is tried: CUDA's virtual memory between processes (NCCL's
-default; SGLang turns it off where the environment does not say), CUDA IPC, and the host's memory.
+A way that does not answer in time is ended, and the next is tried: CUDA IPC (what SGLang sets where the environment does
+not say), CUDA's virtual memory between processes (NCCL's default), and the host's memory.
 """
 
 import argparse
@@ -16,9 +16,9 @@ import time
 
 from sglang_servers import NO_MULTICAST, free_port
 
-WAYS = {  # the first that works is taken
-    "virtual memory": {"NCCL_CUMEM_ENABLE": "1"},
+WAYS = {  # the first that works is taken; SGLang's own is the first
     "IPC": {"NCCL_CUMEM_ENABLE": "0"},
+    "virtual memory": {"NCCL_CUMEM_ENABLE": "1"},
     "host memory": {"NCCL_CUMEM_ENABLE": "0", "NCCL_P2P_DISABLE": "1"},
 }
 SIZES = (64, 1 << 22)  # elements
