@@ -1,5 +1,6 @@
 """What ends a round inside SGLang's graphs equals what ends it outside; padding and disarmed rounds keep nothing."""
 
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,10 +23,11 @@ class Head:
 
     block = BLOCK
 
-    def __init__(self) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.log_q = (-torch.rand(SIZE, BLOCK - 1, 4, generator=generator) * 3).sort(-1, descending=True).values
-        self.tokens = torch.rand(SIZE, BLOCK - 1, VOCABULARY, generator=generator).topk(4).indices
+    def __init__(self, device: torch.device, seed: int = 1) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        log_q = (-torch.rand(SIZE, BLOCK - 1, 4, generator=generator) * 3).sort(-1, descending=True).values
+        self.log_q = log_q.to(device)
+        self.tokens = torch.rand(SIZE, BLOCK - 1, VOCABULARY, generator=generator).topk(4).indices.to(device)
         self.seen: list[torch.Tensor] = []
 
     def __call__(self, hidden: torch.Tensor) -> None:
@@ -35,10 +37,10 @@ class Head:
         return self.log_q[:size], self.tokens[:size]
 
 
-def make_room(mode: str = "tree", budget: int = 15, backend: str = "triton", fits: int = SIZE) -> Room:
-    options = Options(mode, budget)
+def make_room(device: torch.device, mode: str = "tree", backend: str = "triton", fits: int = SIZE) -> Room:
+    options = Options(mode, 15)
     width = options.rows(BLOCK)
-    buffer = torch.full((SIZE * width * (CONTEXT + width),), 9, dtype=torch.uint8)
+    buffer = torch.full((SIZE * width * (CONTEXT + width),), 9, dtype=torch.uint8, device=device)
     runner = SimpleNamespace(
         server_args=SimpleNamespace(
             get_attention_backends=lambda: (backend, backend), speculative_attention_mode="prefill"
@@ -47,16 +49,17 @@ def make_room(mode: str = "tree", budget: int = 15, backend: str = "triton", fit
         attn_backend=SimpleNamespace(verify_mask=SimpleNamespace(buffer=buffer, fits=lambda size: size <= fits)),
     )
     usual = options.plan(None, BLOCK)
-    return Room(SimpleNamespace(model_runner=runner, device="cpu", width=width, depth=BLOCK - 1, usual=usual), SIZE)
+    return Room(SimpleNamespace(model_runner=runner, device=device, width=width, depth=BLOCK - 1, usual=usual), SIZE)
 
 
-def staged(room: Room, committed: int) -> None:
+def staged(room: Room, committed: int, more: int = 0) -> None:
     """A round of two requests in a graph of three; the third has what an earlier round left."""
-    table, pool = torch.randperm(3 * 100).view(3, 100) + 1, torch.tensor([2, 0, 1])
+    device = room.commits.device
+    table = torch.randperm(3 * 100, generator=torch.Generator().manual_seed(more)).view(3, 100).to(device) + 1
     for size in (SIZE, RUNNING):
-        lengths, bonus = torch.tensor(LENGTHS[:size]), torch.tensor([3, 4, 5][:size])
-        block = room.view(size).block
-        lay.stage(bonus, lengths, pool[:size], table, room.state, block, 1, room.commits, committed)
+        lengths = torch.tensor(LENGTHS[:size], device=device) + more
+        bonus, pool = torch.tensor([3, 4, 5][:size], device=device), torch.tensor([2, 0, 1][:size], device=device)
+        lay.stage(bonus, lengths, pool, table, room.state, room.view(size).block, 1, room.commits, committed)
 
 
 def own_logits(room: Room) -> torch.Tensor:
@@ -68,7 +71,7 @@ def own_logits(room: Room) -> torch.Tensor:
         for row in reversed(range(1, room.width)):
             if state.parents[b, row] >= 0:
                 logits[b, state.parents[b, row], state.tokens[b, row]] = 2.0 - 0.01 * row
-    return logits.view(-1, VOCABULARY)
+    return logits.view(-1, VOCABULARY).to(state.tokens.device)
 
 
 class Worker:
@@ -90,11 +93,10 @@ class Worker:
 @pytest.mark.parametrize(
     ("backend", "fits", "laid"), [("triton", 3, {3}), ("triton", 2, set()), ("flashinfer", 3, set())]
 )
-def test_growth(backend: str, fits: int, laid: set[int]) -> None:
-    room, other = make_room(backend=backend, fits=fits), make_room()
-    head = Head()
+def test_growth(backend: str, fits: int, laid: set[int], device: torch.device) -> None:
+    room, other = make_room(device, backend=backend, fits=fits), make_room(device)
+    head = Head(device)
     for one in (room, other):
-        torch.manual_seed(5)
         staged(one, 0)
     growth = Growth(head, room)
     hidden = torch.zeros(SIZE * BLOCK, 4)
@@ -110,21 +112,21 @@ def test_growth(backend: str, fits: int, laid: set[int]) -> None:
     assert torch.equal(room.state.ancestors[:SIZE], other.state.ancestors[:SIZE])
     now, apart = room.view(SIZE), other.view(SIZE)
     mask = torch.full_like(other.mask.backend.verify_mask.buffer, 9)
-    lay.lay(apart.rows, torch.tensor(LENGTHS), mask, apart.links, prefix=False)
+    lay.lay(apart.rows, torch.tensor(LENGTHS, device=device), mask, apart.links, prefix=False)
     same = [torch.equal(a, b) for a, b in zip(vars(now.links).values(), vars(apart.links).values(), strict=True)]
     same.append(torch.equal(room.mask.backend.verify_mask.buffer, mask))
     assert all(same) if laid else not any(same)
 
 
 @pytest.mark.parametrize("mode", ["tree", "shadow-linear"])
-def test_keeping(mode: str) -> None:
-    room = make_room(mode)
+def test_keeping(mode: str, device: torch.device) -> None:
+    room = make_room(device, mode)
     staged(room, RUNNING)
-    kernels.build(*Head().read(SIZE), room.plan, room.state, room.width)
-    logits, hidden = own_logits(room), torch.randn(SIZE * room.width, FEATURES)
+    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
+    logits, hidden = own_logits(room), torch.randn(SIZE * room.width, FEATURES, device=device)
     worker = Worker(room)
-    keeping = Keeping(worker, mode != "tree", {SIZE: lay.Kept.allocate(SIZE, BLOCK, "cpu")})
-    keeping.keep(room, logits, hidden, torch.tensor([*LENGTHS[:RUNNING], 1]), SIZE)
+    keeping = Keeping(worker, mode != "tree", {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)})
+    keeping.keep(room, logits, hidden, torch.tensor([*LENGTHS[:RUNNING], 1], device=device), SIZE)
     kept = keeping.read(SIZE, RUNNING)
 
     now, own = room.view(RUNNING), logits.argmax(-1).view(SIZE, room.width)[:RUNNING]
@@ -134,7 +136,7 @@ def test_keeping(mode: str) -> None:
     assert int(tree.min()) > 1
     assert torch.equal(kept.counts, (accepted.count + 1).int())
     assert torch.equal(kept.tree_counts, ((tree if shadow else accepted.count) + 1).int())
-    assert torch.equal(kept.lengths, torch.tensor(LENGTHS[:RUNNING]) + accepted.count + 1)
+    assert torch.equal(kept.lengths, torch.tensor(LENGTHS[:RUNNING], device=device) + accepted.count + 1)
     tokens = kept.tokens.view(RUNNING, BLOCK)
     for b, n in enumerate(kept.counts.tolist()):
         assert tokens[b, :n].tolist() == accepted.tokens[b, :n].tolist()
@@ -150,34 +152,84 @@ def test_keeping(mode: str) -> None:
     assert len(block.positions) == SIZE
 
 
-def test_a_round_that_is_not_the_graphs_keeps_nothing_there() -> None:
-    room = make_room()
+def test_a_round_that_is_not_the_graphs_keeps_nothing_there(device: torch.device) -> None:
+    room = make_room(device)
     staged(room, 0)
-    kernels.build(*Head().read(SIZE), room.plan, room.state, room.width)
+    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
     worker = Worker(room)
-    keeping = Keeping(worker, False, {SIZE: lay.Kept.allocate(SIZE, BLOCK, "cpu")})
-    keeping.keep(room, own_logits(room), torch.zeros(SIZE * room.width, 1), torch.tensor(LENGTHS), SIZE)
+    keeping = Keeping(worker, False, {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)})
+    hidden = torch.zeros(SIZE * room.width, 1, device=device)
+    keeping.keep(room, own_logits(room), hidden, torch.tensor(LENGTHS, device=device), SIZE)
     ((sources, targets, _, _),) = worker.moved
     assert not sources.any()
     assert not targets.any()
     assert keeping.kept[SIZE].counts.tolist() == [0] * SIZE
 
 
-def test_a_capture_between_rounds_moves_nothing() -> None:
+def test_a_capture_between_rounds_moves_nothing(device: torch.device) -> None:
     """SGLang captures anew after an update of weights: the slots of the last round are still there."""
-    room = make_room()
+    room = make_room(device)
     staged(room, RUNNING)
-    kernels.build(*Head().read(SIZE), room.plan, room.state, room.width)
+    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
     worker = Worker(room)
     keeping = Keeping(worker, False)
-    out = SimpleNamespace(next_token_logits=own_logits(room), hidden_states=torch.zeros(SIZE * room.width, 1))
-    forward = SimpleNamespace(batch_size=SIZE, seq_lens=torch.ones(SIZE, dtype=torch.int64))
+    hidden = torch.zeros(SIZE * room.width, 1, device=device)
+    out = SimpleNamespace(next_token_logits=own_logits(room), hidden_states=hidden)
+    forward = SimpleNamespace(batch_size=SIZE, seq_lens=torch.ones(SIZE, dtype=torch.int64, device=device))
     keeping.capture(None, out, forward, SIZE * room.width)
     first = keeping.kept[SIZE]
     keeping.capture(None, out, forward, SIZE * room.width)
     assert keeping.kept[SIZE] is first  # the graph's own
     assert not any(part.any() for moved in worker.moved for part in moved[:2])
     assert [one.tolist() for one in keeping.held[0]] == [[1.0] * 3]
+
+
+def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
+    """A replay of its graph, where there are graphs."""
+    for _ in range(2):
+        step()
+    if device.type != "cuda":
+        return step
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    replay: Callable[[], None] = graph.replay
+    return replay
+
+
+@pytest.mark.parametrize("mode", ["tree", "shadow-linear"])
+def test_a_graph_follows_what_is_staged(mode: str, device: torch.device) -> None:
+    """Two rounds of one graph, each beside the same round without it."""
+    room, head, shadows = make_room(device, mode), Head(device), mode != "tree"
+    kept = {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)}
+    growth, keeping = Growth(head, room), Keeping(SimpleNamespace(move=lambda *_: None), shadows, kept)
+    logits = torch.zeros(SIZE * room.width, VOCABULARY, device=device)
+    hidden, lengths = torch.zeros(SIZE * room.width, 1, device=device), room.view(SIZE).block.lengths
+
+    def step() -> None:
+        growth.grow(SIZE)
+        keeping.keep(room, logits, hidden, lengths, SIZE)
+
+    replay, said = recorded(step, device), []
+    for seed in (4, 5):
+        other, apart = Head(device, seed), make_room(device, mode)
+        head.log_q.copy_(other.log_q)
+        head.tokens.copy_(other.tokens)
+        for one in (room, apart):
+            staged(one, RUNNING, seed)
+            one.mask.backend.verify_mask.buffer.fill_(9)
+        Growth(other, apart).grow(SIZE)
+        logits.copy_(own_logits(apart))
+        replay()
+        mine = keeping.read(SIZE, RUNNING)
+        eager = Keeping(SimpleNamespace(move=lambda *_: None), shadows, {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)})
+        eager.keep(apart, logits, hidden, apart.view(SIZE).block.lengths, SIZE)
+        same = zip(vars(mine).values(), vars(eager.read(SIZE, RUNNING)).values(), strict=True)
+        assert all(torch.equal(a, b) for a, b in list(same)[1:])
+        assert torch.equal(room.mask.backend.verify_mask.buffer, apart.mask.backend.verify_mask.buffer)
+        said.append(mine)
+    assert not torch.equal(said[0].tokens, said[1].tokens)  # and the first is still there
+    assert int(said[0].counts.min()) > 1
 
 
 def test_the_variable() -> None:
