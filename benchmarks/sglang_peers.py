@@ -3,8 +3,8 @@
 python benchmarks/sglang_peers.py --gpus 2
 
 As a server of several GPUs does, its processes add up a small and a large tensor, eagerly and in a captured graph.
-A way that does not answer in time is ended, and the next is tried: CUDA IPC (what SGLang sets where the environment does
-not say), CUDA's virtual memory between processes (NCCL's default), and the host's memory.
+A way that does not answer in time is ended, and the next is tried: CUDA IPC (what SGLang sets where the environment
+does not say), CUDA's virtual memory between processes (NCCL's default), and the host's memory.
 """
 
 import argparse
