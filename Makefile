@@ -6,6 +6,7 @@
 #   make test                         lint, types, import arrows and the fast tests (ARGS goes to pytest)
 #   make test-full                    the tests alone, the long ones too
 #   make test-sglang                  the plug-in inside SGLang, on the CPU, in an environment of its own (.venv-sglang)
+#   make test-sglang SGLANG=0.5.23    the same in the other release that it knows (.venv-sglang-0.5.23)
 #   make test-sglang-core             its shortest part alone: two servers, two minutes
 #   make setup | make clean           only the set-up | remove .venv and the tools' caches
 #
@@ -19,9 +20,9 @@ HOST ?= 127.0.0.1
 PORT ?= 30000
 
 VENV := .venv
-SGLANG_VENV := .venv-sglang
-SGLANG := 0.5.17
-SGLANG_NEXT := 0.5.23
+SGLANG ?= 0.5.17
+SGLANG_OTHER := $(filter-out $(SGLANG),0.5.17 0.5.23)
+SGLANG_VENV := .venv-sglang$(if $(filter 0.5.17,$(SGLANG)),,-$(SGLANG))
 SGLANG_CORE := tests/sglang_server/test_sglang_core.py
 BIN := $(VENV)/bin
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
@@ -58,7 +59,7 @@ test-sglang-core: $(SGLANG_VENV)/.ready
 setup: $(VENV)/.dev
 
 clean:
-	rm -rf $(VENV) $(SGLANG_VENV) build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) .venv-sglang .venv-sglang-* build dist .hypothesis .import_linter_cache .mypy_cache .pytest_cache .ruff_cache
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # Stamps: what is installed is installed anew only when pyproject.toml or constraints.txt change.
@@ -79,10 +80,11 @@ $(VENV)/.dev: $(VENV)/.runtime
 	@touch $@
 
 SGLANG_INSTALL = $(SGLANG_VENV)/bin/python -m pip install --disable-pip-version-check $(PIP_ARGS)
-$(SGLANG_VENV)/.ready: tests/sglang_server/requirements.txt pyproject.toml
+$(SGLANG_VENV)/.ready: tests/sglang_server/requirements.txt tests/sglang_server/pins-$(SGLANG).txt pyproject.toml
 	@command -v "$(PYTHON)" >/dev/null || { echo "there is no '$(PYTHON)'. Try: make test-sglang PYTHON=/path/to/python3"; exit 1; }
 	"$(PYTHON)" -m venv $(SGLANG_VENV)
-	$(SGLANG_INSTALL) --requirement tests/sglang_server/requirements.txt
+	$(SGLANG_INSTALL) --requirement tests/sglang_server/requirements.txt --constraint tests/sglang_server/pins-$(SGLANG).txt
 	$(SGLANG_INSTALL) --no-deps sglang==$(SGLANG) --editable .
-	$(SGLANG_VENV)/bin/python -m pip download --no-deps --dest $(SGLANG_VENV)/wheels $(PIP_ARGS) sglang==$(SGLANG_NEXT)
+	for release in $(SGLANG_OTHER); do \
+	  $(SGLANG_VENV)/bin/python -m pip download --no-deps --dest $(SGLANG_VENV)/wheels $(PIP_ARGS) sglang==$$release || exit 1; done
 	@touch $@

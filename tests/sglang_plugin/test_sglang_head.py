@@ -79,9 +79,9 @@ def test_every_rank_sees_the_same(drawn: tuple[torch.Tensor, torch.Tensor]) -> N
 @pytest.mark.parametrize(
     ("head", "world", "message"),
     [
-        (SimpleNamespace(), 1, "missing or quantised"),
-        (SimpleNamespace(weight=torch.ones(4, 4, dtype=torch.int8)), 1, "missing or quantised"),
-        (SimpleNamespace(weight=torch.ones(4, 4).to(torch.float8_e4m3fn)), 1, "missing or quantised"),
+        (SimpleNamespace(quant_method=Ranks(1)), 1, r"this one has no weight \(Ranks\): take a checkpoint"),
+        (SimpleNamespace(weight=torch.ones(4, 4, dtype=torch.int8)), 1, "is in int8"),
+        (SimpleNamespace(weight=torch.ones(4, 4).to(torch.float8_e4m3fn)), 1, "is in float8_e4m3fn"),
         (SimpleNamespace(weight=torch.ones(4, 4)), 2, "which tokens a rank has"),
         (
             SimpleNamespace(weight=torch.ones(4, 4), shard_indices=SimpleNamespace(num_added_elements=1)),

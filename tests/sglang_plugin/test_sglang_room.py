@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from ddtree.kernels import PlanRow
+from ddtree.sglang.adapters import ADAPTERS
 from ddtree.sglang.options import Options
 from ddtree.sglang.room import MaskRoom, Room
 
@@ -25,7 +26,8 @@ def room(mode: str = "tree", backend: Any = None) -> Room:
         attn_backend=backend,
     )
     usual, width = options.plan(None, BLOCK), options.rows(BLOCK)
-    worker = SimpleNamespace(model_runner=runner, device="cpu", width=width, depth=BLOCK - 1, usual=usual)
+    shape = {"width": width, "depth": BLOCK - 1, "usual": usual}
+    worker = SimpleNamespace(model_runner=runner, device="cpu", sglang=ADAPTERS["0.5.17"], **shape)
     return Room(worker, 3)
 
 

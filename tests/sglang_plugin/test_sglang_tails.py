@@ -10,6 +10,7 @@ import torch
 from ddtree import kernels
 from ddtree.errors import InvalidOption
 from ddtree.sglang import rows as lay
+from ddtree.sglang.adapters import ADAPTERS
 from ddtree.sglang.options import Options
 from ddtree.sglang.room import Room
 from ddtree.sglang.tails import VARIABLE, Growth, Keeping, wanted
@@ -49,7 +50,8 @@ def make_room(device: torch.device, mode: str = "tree", backend: str = "triton",
         attn_backend=SimpleNamespace(verify_mask=SimpleNamespace(buffer=buffer, fits=lambda size: size <= fits)),
     )
     usual = options.plan(None, BLOCK)
-    return Room(SimpleNamespace(model_runner=runner, device=device, width=width, depth=BLOCK - 1, usual=usual), SIZE)
+    shape = {"width": width, "depth": BLOCK - 1, "usual": usual}
+    return Room(SimpleNamespace(model_runner=runner, device=device, sglang=ADAPTERS["0.5.17"], **shape), SIZE)
 
 
 def staged(room: Room, committed: int, more: int = 0) -> None:

@@ -163,14 +163,80 @@ def test_recurrent_states_have_the_type_of_the_model(
     from sglang.srt.configs import hybrid_arch
 
     from ddtree.errors import InvalidOption
+    from ddtree.sglang import algorithm
     from ddtree.sglang.algorithm import _check_recurrent
 
     monkeypatch.delenv("SGLANG_MAMBA_CONV_DTYPE", raising=False)
     monkeypatch.setattr(hybrid_arch, "mambaish_config", lambda model: model.hf_config)
     model = SimpleNamespace(dtype=getattr(torch, dtype), hf_config=SimpleNamespace())
-    server_args = SimpleNamespace(get_model_config=lambda: model)
+    monkeypatch.setattr(algorithm, "adapter", lambda: SimpleNamespace(model_config=lambda server_args: model))
     if refused:
         with pytest.raises(InvalidOption, match="set SGLANG_MAMBA_CONV_DTYPE=float16"):
-            _check_recurrent(server_args)
+            _check_recurrent(None)
         monkeypatch.setenv("SGLANG_MAMBA_CONV_DTYPE", dtype)
-    _check_recurrent(server_args)
+    _check_recurrent(None)
+
+
+REFUSED = [  # argument, its value, what is said
+    ("attention_backend", "fa3", "not fa3: add --attention-backend triton"),
+    ("page_size", 16, "the page size is 16: add --page-size 1"),
+    ("disaggregation_mode", "decode", "--dcp-size and --disaggregation-mode, or"),
+    ("dcp_size", 2, "whole cache in one server"),
+    ("enable_return_routed_experts", True, "what --enable-return-routed-experts asks for"),
+    ("enable_return_indexer_topk", True, "what --enable-return-indexer-topk asks for"),
+    ("linear_attn_verify_backend", "flashinfer", "by SGLang's Triton kernels alone"),
+    ("enable_linear_replayssm_spec", True, "by SGLang's Triton kernels alone"),
+    ("speculative_draft_window_size", 64, "know no --speculative-draft-window-size"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "said"), [("", None, ""), *REFUSED])
+def test_what_trees_cannot_be_combined_with(name: str, value: Any, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.errors import InvalidOption
+    from ddtree.sglang import algorithm
+
+    monkeypatch.setattr(algorithm, "_check_recurrent", lambda server_args: None)
+    arguments = SimpleNamespace(**{name: None for name, _, _ in REFUSED})
+    arguments.attention_backend, arguments.prefill_attention_backend, arguments.decode_attention_backend = (
+        "triton",
+        None,
+        None,
+    )
+    arguments.speculative_attention_mode, arguments.attn_dp_size, arguments.ep_join_mode = "prefill", 1, None
+    if not name:
+        algorithm._check(arguments)
+        assert arguments.linear_attn_verify_backend == "triton"
+        return
+    setattr(arguments, name, value)
+    with pytest.raises(InvalidOption, match=said):
+        algorithm._check(arguments)
+
+
+@pytest.mark.parametrize("asked", ["return_logprob", "return_sampling_mask"])
+def test_what_a_tree_does_not_give_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    from ddtree.sglang import hooks
+
+    spec = SimpleNamespace(speculative_algorithm="DDTREE", speculative_dflash_block_size=8)
+    monkeypatch.setattr(runtime_context, "get_spec", lambda: spec)
+    req = SimpleNamespace(sampling_params=SimpleNamespace(custom_params=None), **{asked: True})
+    monkeypatch.setenv("DDTREE_SGLANG_MODE", "tree")
+    refusal = hooks.refuse_request(lambda req, overlap: None, req, True)
+    assert refusal is not None
+    assert refusal.endswith(f"ask without {asked}, or of a linear server")
+    assert hooks.refuse_request(lambda req, overlap: "stock's own", req, True) == "stock's own"
+    monkeypatch.setenv("DDTREE_SGLANG_MODE", "linear")
+    assert hooks.refuse_request(lambda req, overlap: None, req, True) is None
+
+
+def test_arguments_of_a_server_are_settled() -> None:
+    """By SGLang's own way for registered algorithms, which differs from release to release."""
+    from sglang.srt.server_args import ServerArgs
+
+    from ddtree.sglang.adapters import adapter
+
+    arguments = ServerArgs(model_path="dummy")
+    adapter().name_attention(arguments, "triton")
+    assert adapter().settled(arguments).attention_backend == "triton"
+    assert adapter().record(arguments) is arguments

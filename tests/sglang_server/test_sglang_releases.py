@@ -1,4 +1,4 @@
-"""The plug-in knows the release it runs in, and says of another what differs."""
+"""The plug-in knows the release it runs in and the other one, and says of a third what differs."""
 
 import sys
 from importlib.metadata import version
@@ -7,21 +7,43 @@ from pathlib import Path
 import pytest
 
 from ddtree.sglang import compat
+from ddtree.sglang.adapters import ADAPTERS
 from ddtree.sglang.signatures import RELEASES
+
+OTHERS = sorted(RELEASES.keys() - {version("sglang")})
 
 
 def test_this_release_is_as_expected() -> None:
-    assert compat.version_of(compat.installed()) == version("sglang") == "0.5.17"
-    assert compat.differences(compat.installed(), RELEASES["0.5.17"]) == []
-    assert compat.problem(compat.installed()) is None
+    read = compat.installed()
+    assert compat.version_of(read) == version("sglang") == compat.known(read)
+    assert compat.problem(read) is None
 
 
-def test_a_newer_release_is_refused_by_name() -> None:
-    found = sorted((Path(sys.prefix) / "wheels").glob("sglang-0.5.23-*.whl"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_another_release_is_as_expected(name: str) -> None:
+    found = sorted((Path(sys.prefix) / "wheels").glob(f"sglang-{name}-*.whl"))
     if not found:
-        pytest.skip("the wheel of 0.5.23 was not downloaded: make test-sglang does it")
-    said = compat.problem(compat.wheel(found[0]))
+        pytest.skip(f"the wheel of {name} was not downloaded: make test-sglang does it")
+    read = compat.wheel(found[0])
+    assert compat.differences(read, RELEASES[name]) == []
+    assert compat.version_of(read) == name == compat.known(read)
+
+
+def test_every_release_has_its_adapter() -> None:
+    assert ADAPTERS.keys() == RELEASES.keys()
+
+
+def test_what_differs_is_refused_by_name() -> None:
+    read, place = compat.installed(), "sglang.srt.speculative.dflash_worker_v2"
+
+    def changed(module: str) -> str | None:
+        source = read(module)
+        return source.replace("on_publish=None,", "publish=None,") if source and module == place else source
+
+    said = compat.problem(changed)
     assert said is not None
-    assert "this SGLang (0.5.23)" in said
-    assert "DFlashWorkerV2.__init__ is (self, server_args, gpu_id, nccl_port, target_worker), expected" in said
-    assert "Known releases: 0.5.17" in said
+    assert f"this SGLang ({version('sglang')})" in said
+    assert (
+        f"Compared with {version('sglang')}: {place}.DFlashWorkerV2.forward_batch_generation is (self, batch," in said
+    )
+    assert f"Known releases: {', '.join(RELEASES)}." in said

@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from ddtree.errors import InvalidOption
+from ddtree.sglang.adapters import adapter
 from ddtree.sglang.options import Options
 
 NAME = "DDTREE"
@@ -73,7 +74,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         if block and server_args.speculative_num_draft_tokens == options.rows(int(block)):
             server_args.speculative_num_draft_tokens = int(block)  # handled already, in another process
             server_args.speculative_eagle_topk = 1
-        speculative_hook._handle_dflash(server_args)
+        speculative_hook._handle_dflash(adapter().record(server_args))
         block = int(server_args.speculative_num_draft_tokens or DEFAULT_BLOCK)
         server_args.speculative_dflash_block_size = block
         server_args.speculative_num_draft_tokens = options.rows(block)
@@ -107,6 +108,7 @@ def _check(server_args: Any) -> None:
             f"DDTREE moves single tokens of the cache, but the page size is {view.page_size}: add --page-size 1, or "
             "--speculative-ddtree-mode linear"
         )
+    _check_placement(server_args)
     if server_args.linear_attn_verify_backend not in (None, "triton") or server_args.enable_linear_replayssm_spec:
         raise InvalidOption(
             "DDTREE's trees go through recurrent layers by SGLang's Triton kernels alone: drop "
@@ -120,12 +122,28 @@ def _check(server_args: Any) -> None:
         )
 
 
+def _check_placement(server_args: Any) -> None:
+    """Requests and their caches that lie on several servers, or are cut up; and what rounds do not return."""
+    parallel = adapter().data_parallel_attention(server_args) or (server_args.dcp_size or 1) > 1
+    if parallel or server_args.disaggregation_mode not in (None, "null"):
+        raise InvalidOption(
+            "DDTREE's trees want a request's whole cache in one server: drop --enable-dp-attention (--attn-dp-size), "
+            "--dcp-size and --disaggregation-mode, or --speculative-ddtree-mode linear"
+        )
+    for name in ("enable_return_routed_experts", "enable_return_indexer_topk"):
+        if getattr(server_args, name):
+            raise InvalidOption(
+                f"DDTREE's trees do not return what --{name.replace('_', '-')} asks for: drop it, or "
+                "--speculative-ddtree-mode linear"
+            )
+
+
 def _check_recurrent(server_args: Any) -> None:
     """SGLang's convolution of a tree takes states of the model's own type alone; they are bfloat16 in any model."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
     from sglang.srt.configs.mamba_utils import mamba2_state_dtype
 
-    model = server_args.get_model_config()
+    model = adapter().model_config(server_args)
     recurrent = mambaish_config(model)
     if recurrent is None:
         return

@@ -14,9 +14,9 @@ Reader = Callable[[str], str | None]  # the source of a module by its dotted nam
 
 def problem(read: Reader) -> str | None:
     """None where a known release fits; else what differs, for the log."""
-    found = {name: differences(read, release) for name, release in RELEASES.items()}
-    if not all(found.values()):
+    if known(read) is not None:
         return None
+    found = {name: differences(read, release) for name, release in RELEASES.items()}
     closest = min(found, key=lambda name: len(found[name]))
     version = version_of(read)
     return (
@@ -24,6 +24,11 @@ def problem(read: Reader) -> str | None:
         f"Compared with {closest}: {'; '.join(found[closest])}. "
         f"Known releases: {', '.join(RELEASES)}. Install one of them (pip install sglang=={next(iter(RELEASES))})."
     )
+
+
+def known(read: Reader) -> str | None:
+    """The name of the release that a source is, as far as the plug-in relies on it; None: none that it knows."""
+    return next((name for name, release in RELEASES.items() if not differences(read, release)), None)
 
 
 def differences(read: Reader, release: Release) -> list[str]:
@@ -132,5 +137,7 @@ def _fields(node: ast.ClassDef) -> Iterator[str]:
             part.targets if isinstance(part, ast.Assign) else [part.target] if isinstance(part, ast.AnnAssign) else []
         )
         for target in targets:
+            if isinstance(target, ast.Name) and target.id == "__slots__" and isinstance(part, ast.Assign):
+                yield from (str(name) for name in ast.literal_eval(part.value))
             if isinstance(target, ast.Attribute) and isinstance(target.value, ast.Name) and target.value.id == "self":
                 yield target.attr

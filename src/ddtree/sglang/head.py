@@ -20,7 +20,7 @@ class TopKHead:
 
         Raises UnsupportedModel for heads that a product with plain weights does not replace.
         """
-        self.weight, self.first = _plain_weight(lm_head, group.world_size)
+        self.weight, self.first = plain_weight(lm_head, group.world_size)
         self.group, self.block, self.ranks = group, block, min(ranks, self.weight.shape[0])
         device, depths = self.weight.device, batch * (block - 1)
         self.log_q = torch.empty((depths, self.ranks), dtype=torch.float32, device=device)
@@ -61,11 +61,19 @@ class TopKHead:
         return whole.view(self.group.world_size, *part.shape)
 
 
-def _plain_weight(lm_head: Any, world: int) -> tuple[Tensor, int]:
-    """This rank's rows of the vocabulary [V, H], and the token of the first."""
+def plain_weight(lm_head: Any, world: int) -> tuple[Tensor, int]:
+    """This rank's rows of the vocabulary [V, H], and the token of the first.
+
+    lm_head: the target's; world: ranks of the tensor-parallel group. Raises UnsupportedModel for what has no such rows.
+    """
     weight = getattr(lm_head, "weight", None)
     if weight is None or not torch.is_floating_point(weight) or weight.element_size() < 2:
-        raise UnsupportedModel("DDTREE needs the target's lm_head in plain weights: this one is missing or quantised")
+        method = type(getattr(lm_head, "quant_method", None)).__name__
+        kind = "has no weight" if weight is None else f"is in {str(weight.dtype).removeprefix('torch.')}"
+        raise UnsupportedModel(
+            f"DDTREE reads the drafter's candidates by the target's lm_head in 16 or 32 bits; this one {kind} "
+            f"({method}): take a checkpoint whose lm_head is not quantised. The other layers may be"
+        )
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
         if world != 1:

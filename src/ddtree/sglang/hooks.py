@@ -4,6 +4,7 @@ import logging
 from typing import Any
 
 from ddtree.sglang import metrics
+from ddtree.sglang.adapters import adapter
 from ddtree.sglang.options import Options, add_flags
 
 logger = logging.getLogger(__name__)
@@ -17,11 +18,12 @@ def flags(result: Any, parser: Any) -> None:
 
 def attention_default(server_args: Any) -> None:
     """Before SGLang chooses an attention backend: triton, where the user named none and trees are verified."""
-    if not _is_ours(server_args) or Options.read().mode == "linear":
+    settled = adapter().settled(server_args)
+    if not _is_ours(settled) or Options.read().mode == "linear":
         return
     named = ("attention_backend", "prefill_attention_backend", "decode_attention_backend")
-    if all(getattr(server_args, name) is None for name in named):
-        server_args.attention_backend = "triton"
+    if all(getattr(settled, name) is None for name in named):
+        adapter().name_attention(server_args, "triton")
         logger.info("DDTREE: no --attention-backend was named; triton verifies trees")
 
 
@@ -32,33 +34,30 @@ def captured_spec_info(original: Original, runner: Any, num_tokens: int) -> Any:
     return _dummy(runner.captured_req_width, runner.buffers.custom_mask)
 
 
-def dummy_verify_input(
-    original: Original,
-    spec_algorithm: Any,
-    server_args: Any,
-    custom_mask: Any,
-    num_tokens_per_req: int,
-    is_draft_worker: bool,
-) -> Any:
+def dummy_verify_input(original: Original, spec_algorithm: Any, *rest: Any) -> Any:
     """As captured_spec_info, for the warm-up."""
+    custom_mask, num_tokens_per_req, is_draft_worker = rest[-3:]  # behind the arguments, in 0.5.17
     if is_draft_worker or not _is_tree_algorithm(spec_algorithm):
-        return original(spec_algorithm, server_args, custom_mask, num_tokens_per_req, is_draft_worker)
+        return original(spec_algorithm, *rest)
     return _dummy(num_tokens_per_req, custom_mask)
 
 
-def row_headroom(original: Original, server_args: Any) -> int:
+def row_headroom(original: Original, *server_args: Any) -> int:
     """Columns of req_to_token beyond the context: the scheduler reserves two rounds, stock's rows end before them."""
-    extra = int(original(server_args))
-    if not _is_ours(server_args):
+    from sglang.srt.runtime_context import get_spec
+
+    extra = int(original(*server_args))
+    settled = server_args[0] if server_args else get_spec()
+    if not _is_ours(settled):
         return extra
-    return max(extra, 2 * int(server_args.speculative_num_draft_tokens) + 4)
+    return max(extra, 2 * int(settled.speculative_num_draft_tokens) + 4)
 
 
-def relays_hidden_states(original: Original, server_args: Any = None) -> bool:
+def relays_hidden_states(original: Original, *server_args: Any) -> bool:
     """Whether drafts want the target's hidden states by way of the scheduler: stock knows that of DFLASH by name."""
     from sglang.srt.runtime_context import get_spec
 
-    return str(get_spec().speculative_algorithm).upper() != "DDTREE" and bool(original(server_args))
+    return not _is_ours(get_spec()) and bool(original(*server_args))
 
 
 def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | None:
@@ -66,8 +65,12 @@ def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | 
     from sglang.srt.runtime_context import get_spec
 
     reason = original(req, enable_overlap)
-    if reason is not None or str(get_spec().speculative_algorithm).upper() != "DDTREE":
+    if reason is not None or not _is_ours(get_spec()):
         return None if reason is None else str(reason)
+    if Options.read().mode != "linear":
+        for asked, told in (("return_logprob", "log-probabilities"), ("return_sampling_mask", "sampling masks")):
+            if getattr(req, asked, False):  # 0.5.17 refuses both itself
+                return f"DDTREE gives no {told} where trees are verified: ask without {asked}, or of a linear server"
     return Options.read().refusal(req.sampling_params.custom_params, int(get_spec().speculative_dflash_block_size))
 
 
@@ -102,5 +105,5 @@ def _is_algorithm(algorithm: Any) -> bool:
     return getattr(algorithm, "name", None) == "DDTREE"
 
 
-def _is_ours(server_args: Any) -> bool:
-    return str(server_args.speculative_algorithm).upper() == "DDTREE"
+def _is_ours(settled: Any) -> bool:
+    return str(settled.speculative_algorithm).upper() == "DDTREE"

@@ -3,7 +3,7 @@
 import logging
 from typing import Any
 
-from ddtree.sglang import compat, hooks
+from ddtree.sglang import adapters, compat, hooks
 
 NAME = "DDTREE"
 SRT = "sglang.srt."
@@ -15,9 +15,10 @@ def register() -> None:
 
     Otherwise says in the log what differs and which releases are known, and leaves SGLang as it is.
     """
-    problem = compat.problem(compat.installed())
-    if problem is not None:
-        logger.error("%s", problem)
+    read = compat.installed()
+    name = compat.known(read)
+    if name is None:
+        logger.error("%s", compat.problem(read))
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
@@ -27,8 +28,11 @@ def register() -> None:
         return
     from ddtree.sglang.algorithm import DDTreeAlgorithm
 
+    release = adapters.use(name)
+    if release.warning:
+        logger.warning("%s", release.warning)
     for target, hook, kind in HOOKS:
-        HookRegistry.register(SRT + target, hook, HookType[kind])
+        HookRegistry.register(release.moved.get(SRT + target, SRT + target), hook, HookType[kind])
     SpeculativeAlgorithm.register(NAME, supports_overlap=True, spec_class=DDTreeAlgorithm)(worker_class)
 
 

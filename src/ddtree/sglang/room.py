@@ -43,8 +43,9 @@ class Room:
         self.block = Block.allocate(size, worker.depth + 1, width, device)
         self.links = Links.allocate(size, width, device)
         self.commits = torch.zeros(1, dtype=torch.int64, device=device)  # see rows.stage
-        prefill, decode = runner.server_args.get_attention_backends()
-        verifies = decode if runner.server_args.speculative_attention_mode == "decode" else prefill
+        prefill, decode = worker.sglang.attention_backends(runner)
+        mode = worker.sglang.setting(runner.server_args, "speculative_attention_mode")
+        verifies = decode if mode == "decode" else prefill
         context, prefix = runner.model_config.context_len, verifies in FULL_MASK_BACKENDS
         self.mask = MaskRoom(runner.attn_backend, context, width, prefix)
         self._views: dict[int, View] = {}

@@ -2,7 +2,10 @@
 """The functions and fields of SGLang that the plug-in calls, hooks or overrides, by release."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import TypeVar
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -14,6 +17,18 @@ class Release:
     imports: Mapping[str, tuple[str, ...]] = field(
         default_factory=dict
     )  # names that a module must import, to be hooked
+
+    def changed(self, signatures: Mapping[str, str | None], fields: Mapping[str, tuple[str, ...] | None]) -> "Release":
+        """A later release: what differs in it. None: the place is not there any more, or not relied on."""
+        return replace(
+            self,
+            signatures=_without_none({**self.signatures, **signatures}),
+            fields=_without_none({**self.fields, **fields}),
+        )
+
+
+def _without_none(places: Mapping[str, T | None]) -> dict[str, T]:
+    return {place: value for place, value in places.items() if value is not None}
 
 
 _0_5_17 = Release(
@@ -76,7 +91,6 @@ _0_5_17 = Release(
             "device",
         ),
         "model_executor.model_runner:ModelRunner": ("capture_tail_hooks",),
-        "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner": ("bs",),
         "speculative.dflash_info_v2:DFlashDraftInputV2": (
             "bonus_tokens",
             "reserved_seq_lens_cpu",
@@ -152,6 +166,10 @@ _0_5_17 = Release(
             "enable_linear_replayssm_spec",
             "page_size",
             "enable_metrics",
+            "disaggregation_mode",
+            "dcp_size",
+            "enable_return_routed_experts",
+            "enable_return_indexer_topk",
         ),
         "sampling.sampling_params:SamplingParams": (
             "custom_params",
@@ -163,6 +181,7 @@ _0_5_17 = Release(
         ),
         "managers.schedule_batch:Req": ("sampling_params", "output_ids", "origin_input_ids", "tokenizer"),
         "layers.attention.verify_mask:VerifyMask": ("buffer",),
+        "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner": ("bs", "captured_req_width", "buffers"),
         "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter": ("enable_metrics", "scheduler"),
     },
     imports={
@@ -172,4 +191,88 @@ _0_5_17 = Release(
     },
 )
 
-RELEASES: Mapping[str, Release] = {"0.5.17": _0_5_17}  # those it was run with; the first is the one to install
+# 0.5.23 keeps the settled arguments in namespaces of each process, plans slots once a round, and has other names for
+# some of what 0.5.17 has.
+_0_5_23 = _0_5_17.changed(
+    signatures={
+        "server_args:ServerArgs._handle_attention_backend_compatibility": None,
+        "server_args:ServerArgs.override": None,
+        "server_args:ServerArgs.get_attention_backends": None,
+        "server_args:ServerArgs.get_model_config": None,
+        "arg_groups.overrides:attention_backends_of": None,
+        "arg_groups.overrides:resolved_view": None,
+        "arg_groups.model_override_base:attention_backends_of": "(cfg)",
+        "arg_groups.model_override_base:resolved_view": "(server_args)",
+        "arg_groups.model_override_base:resolving_view": "(server_args)",
+        "arg_groups.model_override_base:record_of": "(view)",
+        "arg_groups.model_override_base:model_config_of": "(server_args)",
+        "arg_groups.overrides:record_foreign_defaults": "(server_args, source, resolve)",
+        "arg_groups.overrides:_ForeignDefaults.__init__": "(self, server_args)",
+        "arg_groups.overrides:declare_resolution": "(server_args, source, **fields)",
+        "arg_groups.attention_hook:handle_attention_backend_compatibility": "(server_args)",
+        "runtime_context:attention_backends": "()",
+        "runtime_context:attn_dp_enabled_of": "(cfg)",
+        "runtime_context:RuntimeContext.config_leaf": "(self, name)",
+        "runtime_context:_ConfigBag.override": "(self, **kwargs)",
+        "speculative.spec_info:create_dummy_verify_input": "(spec_algorithm, custom_mask, num_tokens_per_req, is_draft_worker)",
+        "mem_cache.allocation_sizing:get_req_to_token_extra_context_len": "()",
+        "mem_cache.kv_index_translator:KVIndexTranslator.plan": "(self, *, req_pool_indices, seq_lens, seq_lens_cpu, write_virtual, read_extent=0, write_slots=None, translated_writes=None)",
+        "mem_cache.kv_loc_plan:KVLocPlan.bind": "(self, batch, reader, *, cols=None)",
+        "model_executor.forward_batch_info:enable_num_token_non_padded": "()",
+        "speculative.spec_utils:spec_need_hidden_states": "()",
+        "speculative.spec_utils:draft_tp_context": "(layout)",
+        "speculative.dflash_worker_v2:_resolve_dflash_embedding_module": "(draft_model, target_model)",
+        "speculative.dflash_worker_v2:DFlashWorkerV2.__init__": "(self, server_args, gpu_id, nccl_port, target_worker)",
+        "speculative.dflash_worker_v2:DFlashWorkerV2.forward_batch_generation": "(self, batch, on_publish=None, grammar_barrier=None, pp_proxy_tensors=None)",
+        "speculative.dflash_worker_v2:DFlashWorkerV2._append_target_hidden_to_draft_kv_by_loc": "(self, *, target_hidden, cache_loc, positions, cache_loc_2d=None, commit_lens=None, extend_lens=None)",
+        "speculative.dflash_info:DFlashVerifyInput.prepare_for_verify": "(self, batch, target_worker, *, defer_metadata_init=False)",
+        "speculative.spec_utils:commit_mamba_states_after_verify": "(target_worker, batch, accept_lens, accept_index, draft_token_num, prepared_step_indices=None)",
+        "layers.sampler:Sampler.forward": "(self, logits_output, sampling_info, return_logprob, top_logprobs_nums, token_ids_logprobs, positions, *, logprob_logits=None)",
+        "lora.layers:unwrap_lora_layer": "(module)",
+        "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter.update_spec_metrics": "(self, bs, num_correct_drafts, num_accept_tokens, num_block_accept_tokens=0, num_cap_tokens=0)",
+        "managers.tp_worker:TpModelWorker.forward_batch_generation": "(self, batch, forward_batch=None, pp_proxy_tensors=None, is_verify=False, skip_attn_backend_init=None, *, capture_hidden_mode=None, return_kv_loc_plan=False)",
+    },
+    fields={
+        "server_args:ServerArgs": None,
+        "arg_groups.overrides:_ForeignDefaults": ("_cfg",),
+        "arg_groups.fields.exec_:ExecKernel": (
+            "attention_backend",
+            "prefill_attention_backend",
+            "decode_attention_backend",
+        ),
+        "arg_groups.fields.exec_:ExecMamba": ("linear_attn_verify_backend", "enable_linear_replayssm_spec"),
+        "arg_groups.fields.spec:Spec": (
+            "speculative_algorithm",
+            "speculative_num_draft_tokens",
+            "speculative_dflash_block_size",
+            "speculative_eagle_topk",
+            "speculative_draft_window_size",
+            "speculative_attention_mode",
+        ),
+        "arg_groups.fields.disagg:Disagg": ("disaggregation_mode",),
+        "arg_groups.fields.parallel:Parallel": ("dcp_size",),
+        "arg_groups.fields.exec_:ExecFeatures": ("enable_return_routed_experts", "enable_return_indexer_topk"),
+        "arg_groups.fields.schedule:Schedule": ("page_size",),
+        "arg_groups.fields.observability:Observability": ("enable_metrics",),
+        "model_executor.forward_batch_info:ForwardBatch": (
+            *_0_5_17.fields["model_executor.forward_batch_info:ForwardBatch"],
+            "can_run_decode_cuda_graph",
+            "global_num_token_non_padded_cpu",
+            "num_token_non_padded",
+        ),
+        "layers.logits_processor:LogitsProcessor": ("defer_verify_gather",),
+        "speculative.dflash_info_v2:DFlashDraftInputV2": ("bonus_tokens", "nxt_kv_lens_cpu", "nxt_kv_lens_sum"),
+        "speculative.dflash_worker_v2:DFlashWorkerV2": (
+            *_0_5_17.fields["speculative.dflash_worker_v2:DFlashWorkerV2"],
+            "draft_model",
+            "draft_parallel_layout",
+            "selector",
+            "lilicorr",
+            "_is_domino",
+            "_noise_embed_scale",
+            "_target_logits_processor",
+        ),
+    },
+)
+
+RELEASES: Mapping[str, Release] = {"0.5.17": _0_5_17, "0.5.23": _0_5_23}  # the first is the one to install

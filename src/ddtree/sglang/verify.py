@@ -11,6 +11,7 @@ class TreeVerifyInput(EagleVerifyInput):  # type: ignore[misc]
     """An irregular tree: its depth and branching are no product of EAGLE's steps."""
 
     depth = 0
+    kv_loc_cols = None  # 0.5.23 asks: these are all the rows that the round writes
 
     @property
     def max_tree_depth(self) -> int:

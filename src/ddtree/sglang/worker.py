@@ -1,6 +1,5 @@
 """The round: draft a block, grow the tree, verify it under its mask, accept a path, commit it, feed the drafter."""
 
-from copy import deepcopy
 from typing import Any
 
 import torch
@@ -23,8 +22,9 @@ from ddtree import kernels
 from ddtree.kernels import PlanRow
 from ddtree.sglang import metrics, tails
 from ddtree.sglang import rows as lay
+from ddtree.sglang.adapters import adapter
 from ddtree.sglang.choose import adjust, choose, takes_argmax
-from ddtree.sglang.head import TopKHead
+from ddtree.sglang.head import TopKHead, plain_weight
 from ddtree.sglang.options import Options
 from ddtree.sglang.penalties import Penalties
 from ddtree.sglang.room import Room, View
@@ -37,15 +37,17 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     """SGLang's DFLASH worker with a round of its own for decoding; prefill and start are SGLang's."""
 
     def __init__(self, server_args: Any, *rest: Any, **named: Any) -> None:
-        self.options = Options.read()
-        draft_args = deepcopy(server_args)  # the draft side drafts one block, in a chain
-        block = int(server_args.speculative_dflash_block_size)
-        draft_args.override("ddtree.draft", speculative_num_draft_tokens=block, speculative_eagle_topk=1)
-        super().__init__(draft_args, *rest, **named)
+        self.options, self.sglang = Options.read(), adapter()
+        block = int(self.sglang.setting(server_args, "speculative_dflash_block_size"))
+        with self.sglang.draft_arguments(server_args, block) as draft_args:
+            super().__init__(draft_args, *rest, **named)
+        self.sglang.started(self)
         self.server_args = server_args
         self.width, self.depth = self.options.rows(block), block - 1
         self.group = get_tp_group()
-        self.clock = StageClock(self.device, metrics.count_stage if server_args.enable_metrics else None)
+        plain_weight(getattr(self.model_runner.model, "lm_head", None), self.group.world_size)  # or refuse it now
+        counted = self.sglang.setting(server_args, "enable_metrics")
+        self.clock = StageClock(self.device, metrics.count_stage if counted else None)
         self._head: TopKHead | None = None
         self.usual = self.options.plan(None, block)
         self._shadowed = False  # whether a request of this round verifies a tree beside the chain that it commits
@@ -53,9 +55,24 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self._graphs: Room | None = None  # what captured graphs read and write
         self._penalties = Penalties(self.device)
         self._keeping: Keeping | None = None
-        if tails.wanted():
+        if tails.wanted() and self.sglang.tails:
             self._keeping = Keeping(self, self.usual.tree and self.usual.chain)
             self.model_runner.capture_tail_hooks.append(self._keeping.capture)
+
+    def alloc_memory_pool(self, *rest: Any, **named: Any) -> None:
+        """The draft side's."""
+        with self.sglang.draft_side(self.block_size):
+            super().alloc_memory_pool(*rest, **named)
+
+    def init_attention_backends(self) -> None:
+        """The draft side's."""
+        with self.sglang.draft_side(self.block_size):
+            super().init_attention_backends()
+
+    def init_cuda_graphs(self) -> None:
+        """The draft side's."""
+        with self.sglang.draft_side(self.block_size):
+            super().init_cuda_graphs()
 
     def _validate_phase1_sampling_support(self, batch: Any) -> None:
         """Stock warns where its own sampling needs a GPU; ours is SGLang's sampler, which runs everywhere."""
@@ -75,6 +92,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             if mode.is_extend():
                 self._penalties.begin(batch.reqs, batch.sampling_info)
             return super().forward_batch_generation(batch, *rest, **named)
+        named.pop("pp_proxy_tensors", None)  # 0.5.23 gives it, None; DFLASH knows no pipeline
         return self.round(batch, *rest, **named)
 
     def round(self, batch: Any, on_publish: Any = None, grammar_barrier: Any = None) -> Any:
@@ -128,8 +146,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
         None where the draft graph has already grown the rows from them.
         """
-        target, size = self.model_runner.model, len(block.ids)
-        embeds = target.get_input_embeddings()(block.ids)
+        size, embeds = len(block.ids), self.sglang.embed(self, block.ids)
         lengths, total = self._bounds(batch, self.block_size)
         forward = ForwardBatch(
             forward_mode=ForwardMode.TARGET_VERIFY,
@@ -147,7 +164,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             capture_hidden_mode=CaptureHiddenMode.NULL,
         )
         with torch.inference_mode():
-            out = self.draft_model_runner.forward(forward)
+            out = self.sglang.draft(self, batch, forward, self.block_size)
             if self._draft_sampler is not None and out.can_run_graph:
                 return None if isinstance(self._draft_sampler, Growth) else self._draft_sampler.read(size)
             if self._head is None or self._head.batch < size:
@@ -240,11 +257,11 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
 
     def _bounds(self, batch: Any, extra: int) -> tuple[Tensor, int]:
         """Lengths for the host's planning, which may be too large: with overlap the host does not know them."""
-        draft = batch.spec_info
+        reserved, total = self.sglang.reserved(batch.spec_info)
         if batch.seq_lens_cpu is not None:
             lengths = batch.seq_lens_cpu + extra
-        elif draft.reserved_seq_lens_cpu is not None:
-            return draft.reserved_seq_lens_cpu, int(draft.reserved_seq_lens_sum)
+        elif reserved is not None and total is not None:
+            return reserved, int(total)
         else:
             lengths = batch.seq_lens.cpu() + extra
         return lengths, int(lengths.sum())

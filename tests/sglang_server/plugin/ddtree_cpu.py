@@ -20,9 +20,14 @@ def register():
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     from ddtree.sglang import algorithm
+    from ddtree.sglang.adapters import adapter
 
     algorithm.MASKING_BACKENDS.add("torch_native")
-    common._SUPPORTED_DRAFT_BACKENDS += ("torch_native",)
+    if hasattr(common, "_SUPPORTED_DRAFT_BACKENDS"):  # 0.5.17
+        common._SUPPORTED_DRAFT_BACKENDS += ("torch_native",)
+    else:
+        common.DRAFT_ATTENTION_BACKEND_CHOICES.append("torch_native")
+        HookRegistry.register("sglang.kernels.ops.sampling.murmur_hash.murmur_hash32", murmur, HookType.AROUND)
     torch.Tensor.record_stream = lambda self, stream: None
     around = {
         "arg_groups.speculative_hook._handle_dflash": settle_arguments,
@@ -30,11 +35,14 @@ def register():
         "speculative.dflash_worker_v2.assign_extend_cache_locs_func": slots_of_block,
         "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": verify,
         "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": seed,
+        "layers.quantization.fp8.Fp8Config.get_supported_act_dtypes": types_quantised,
+        "layers.quantization.fp8.Fp8LinearMethod.process_weights_after_loading": quantise,
+        "layers.quantization.fp8.Fp8LinearMethod.apply": multiply_quantised,
     }
     for target, hook in around.items():
         HookRegistry.register(f"sglang.srt.{target}", hook, HookType.AROUND)
     ours = {"propose": propose}
-    if GRAPHS:
+    if GRAPHS and adapter().tails:
         from sglang.srt.layers.attention.torch_native_backend import TorchNativeAttnBackend
 
         TorchNativeAttnBackend.verify_mask = SimpleNamespace(
@@ -47,8 +55,15 @@ def register():
 
 def settle_arguments(original, server_args):
     """Stock refuses the CPU; here is what it settles besides."""
-    server_args.speculative_num_steps = server_args.speculative_eagle_topk = 1
-    server_args.speculative_draft_attention_backend = "torch_native"
+    from sglang.srt.arg_groups import overrides
+
+    settled = {"speculative_num_steps": 1, "speculative_eagle_topk": 1}
+    settled["speculative_draft_attention_backend"] = "torch_native"
+    if hasattr(overrides, "record_foreign_defaults"):  # 0.5.23, whose arguments are not written
+        overrides.declare_resolution(server_args, "ddtree_cpu", **settled)
+        return
+    for name, value in settled.items():
+        setattr(server_args, name, value)
 
 
 def slots_of_block(original, *, req_pool_indices, req_to_token, start_offset, end_offset, draft_token_num, **_):
@@ -101,6 +116,35 @@ def seed(original, cls, batch, vocab_size):
     ]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
+
+
+def types_quantised(original, cls):
+    """In float32 too, where equal tokens can be asked for."""
+    return [*original(cls), torch.float32]
+
+
+def quantise(original, self, layer):
+    """FP8 as SGLang quantises what it loads: a scale for each row of the weight; stock has kernels for it on GPUs."""
+    weight = layer.weight.data.float()
+    scale = weight.abs().amax(1, keepdim=True) / 448.0
+    layer.weight = torch.nn.Parameter((weight / scale).to(torch.float8_e4m3fn), requires_grad=False)
+    layer.scale = scale
+    print("FP8:", tuple(weight.shape), flush=True)
+
+
+def multiply_quantised(original, self, layer, x, bias=None):
+    """The product with what was quantised. x is not: one bit of it would flip from one size of a batch to another."""
+    return F.linear(x, (layer.weight.float() * layer.scale).to(x.dtype), bias)
+
+
+def murmur(original, seed, positions, columns):
+    """SGLang's kernel, which Triton's interpreter runs; stock 0.5.23 wants one of its own package on a CPU."""
+    from sglang.kernels.ops.sampling.murmur_hash import murmur_hash32_kernel
+
+    rows, count = len(seed), len(columns)
+    hashed = torch.empty((rows, count), dtype=torch.uint32)
+    murmur_hash32_kernel[rows, (count + 1023) // 1024](seed, positions, columns, hashed, rows, count, BLOCK_SIZE=1024)
+    return hashed
 
 
 def propose(original, self, batch, block):
@@ -161,13 +205,13 @@ def captured(original, self, runner):
     return self._draft_sampler.last
 
 
-def verify(original, self, batch, target_worker):
+def verify(original, self, batch, target_worker, **named):
     """Stock's own chain, written down; then the script's best."""
     if type(self).__name__ == "DFlashVerifyInput":
         chain = self.draft_token.view(len(batch.reqs), -1)[:, 1:]
         write_down(batch, chain)
         chain.copy_(scripted(batch, chain.shape[1], 3)[1][:, :, 0])
-    return original(self, batch, target_worker)
+    return original(self, batch, target_worker, **named)
 
 
 def scripted(batch, depths, ranks):
