@@ -15,13 +15,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
-from statistics import mean, stdev
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from common import finish, machine, parser
+from context_intervals import gain, rate
 from ddtree.bench.suite import CATEGORIES, Prompt, load_prompts
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.engine import Engine, ops
@@ -76,7 +76,8 @@ def collect(
 ) -> dict[str, list[Record]]:
     """Decode everything plainly, several prompts at once; the suite has each category's prompts in turn.
 
-    cuts: the tokens that drafts are made of, by name. Returns: what is proposed of each.
+    cuts: the tokens that drafts are made of, by name (None: the drafter's own vocabulary; a cut is of drafts of all of the
+        target's). Returns: what is proposed of each.
     """
     records: dict[str, list[Record]] = {name: [] for name in cuts}
     for start in range(0, len(prompts), BATCH):
@@ -86,7 +87,8 @@ def collect(
 
         def keep(number: int, logits: Tensor, found: dict[str, list[list[Proposal]]] = found) -> None:
             for name, cut in cuts.items():
-                drafted = top_k(logits if cut is None else logits[:, cut], RANKS, cut)
+                own = engine.drafter.vocabulary if cut is None and engine.drafter is not None else cut
+                drafted = top_k(logits if cut is None else logits[:, cut], RANKS, own)
                 found[name][number].append(drafted)
 
         params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=start + i) for i in range(len(part))]
@@ -131,27 +133,32 @@ def rounds(record: Record, speculation: Speculation) -> int:
 
 
 def report_of(records: Sequence[Record], ways: dict[str, Speculation]) -> dict[str, Any]:
-    """Pooled and by category, with the paired gain over the same budget without a context."""
-    taken = {name: [rounds(record, way) for record in records] for name, way in ways.items()}
-    made = [len(record.answer) - 1 for record in records]
-
-    def pooled(name: str, keep: Sequence[bool]) -> float:
-        return round(sum(t for t, k in zip(made, keep, strict=True) if k)
-                     / sum(r for r, k in zip(taken[name], keep, strict=True) if k), 3)  # fmt: skip
-
+    """Pooled, by category and for the half that nothing was tuned on; gains are over the same budget with no context."""
+    shares = {
+        name: [(len(record.answer) - 1.0, float(rounds(record, way))) for record in records]
+        for name, way in ways.items()
+    }
+    groups = {c: [i for i, record in enumerate(records) if record.category == c] for c in CATEGORIES}
+    held_out = [i for i, record in enumerate(records) if record.held_out]
     report = {}
-    for name in ways:
-        base = "off@" + name.partition("@")[2]
-        gains = [t / r - t / b for t, r, b in zip(made, taken[name], taken[base], strict=True)]
+    for name, own in shares.items():
+        base = shares["off@" + name.partition("@")[2]]
+        pairs = [(made / cost, made / other) for (made, cost), (_, other) in zip(own, base, strict=True)]
         report[name] = {
-            "acceptance_length": pooled(name, [True] * len(records)),
-            "held_out": pooled(name, [record.held_out for record in records]),
-            "gain": round(pooled(name, [True] * len(records)) / pooled(base, [True] * len(records)) - 1, 3),
-            "paired_gain": [round(mean(gains), 3), round(1.96 * stdev(gains) / len(gains) ** 0.5, 3)],
-            "better": sum(g > 0 for g in gains),
-            "worse": sum(g < 0 for g in gains),
-            "by_category": {c: pooled(name, [r.category == c for r in records]) for c in CATEGORIES},
+            "acceptance_length": round(rate(own), 3),
+            "held_out": round(rate([own[i] for i in held_out]), 3),
+            "by_category": {c: round(rate([own[i] for i in who]), 3) for c, who in groups.items() if who},
         }
+        if own is not base:
+            report[name] |= {
+                "gain": gain(own, base),
+                "held_out_gain": gain([own[i] for i in held_out], [base[i] for i in held_out]),
+                "gain_by_category": {
+                    c: gain([own[i] for i in who], [base[i] for i in who]) for c, who in groups.items() if who
+                },
+                "better": sum(one > other for one, other in pairs),
+                "worse": sum(one < other for one, other in pairs),
+            }
     return report
 
 
@@ -159,7 +166,7 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--keep", type=Path, help="proposals are kept here, and read again where they are there")
     options.add_argument("--limit", type=int, help="only the first prompts of the suite; 14 or more")
-    options.add_argument("--max-tokens", type=int, default=96)
+    options.add_argument("--max-tokens", type=int, default=128)
     options.add_argument("--budgets", default="5,8,16,32,64")
     options.add_argument("--top-k", type=int, default=Speculation().tree_top_k)
     options.add_argument("--temperatures", default="0,0.7")
