@@ -76,8 +76,8 @@ def collect(
 ) -> dict[str, list[Record]]:
     """Decode everything plainly, several prompts at once; the suite has each category's prompts in turn.
 
-    cuts: the tokens that drafts are made of, by name (None: the drafter's own vocabulary; a cut is of drafts of all of the
-        target's). Returns: what is proposed of each.
+    cuts: the tokens that drafts are made of, by name; None: the drafter's own vocabulary. A cut needs a drafter of the
+        whole vocabulary. Returns: what is proposed of each.
     """
     records: dict[str, list[Record]] = {name: [] for name in cuts}
     for start in range(0, len(prompts), BATCH):
@@ -133,7 +133,7 @@ def rounds(record: Record, speculation: Speculation) -> int:
 
 
 def report_of(records: Sequence[Record], ways: dict[str, Speculation]) -> dict[str, Any]:
-    """Pooled, by category and for the half that nothing was tuned on; gains are over the same budget with no context."""
+    """Pooled, by category and for the half that nothing was tuned on; gains are over the budget without a context."""
     shares = {
         name: [(len(record.answer) - 1.0, float(rounds(record, way))) for record in records]
         for name, way in ways.items()
