@@ -73,11 +73,12 @@ def collect(
     temperature: float,
     tokens: int,
     cuts: Mapping[str, Tensor | None] = WHOLE,
+    seed: int = 0,
 ) -> dict[str, list[Record]]:
     """Decode everything plainly, several prompts at once; the suite has each category's prompts in turn.
 
     cuts: the tokens that drafts are made of, by name; None: the drafter's own vocabulary. A cut needs a drafter of the
-        whole vocabulary. Returns: what is proposed of each.
+        whole vocabulary. seed: the first prompt's, a multiple of BATCH. Returns: what is proposed of each.
     """
     records: dict[str, list[Record]] = {name: [] for name in cuts}
     for start in range(0, len(prompts), BATCH):
@@ -91,7 +92,8 @@ def collect(
                 drafted = top_k(logits if cut is None else logits[:, cut], RANKS, own)
                 found[name][number].append(drafted)
 
-        params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=start + i) for i in range(len(part))]
+        seeds = [seed + start + i for i in range(len(part))]
+        params = [SamplingParams(max_tokens=tokens, temperature=temperature, seed=number) for number in seeds]
         with asking(engine, keep):
             generations = engine.generate(ids, params, Speculation("ar"))
         for (i, (prompt, generation)), name in product(enumerate(zip(part, generations, strict=True)), cuts):
@@ -107,9 +109,9 @@ def collect(
     return records
 
 
-def rounds(record: Record, speculation: Speculation) -> int:
-    """How many rounds an answer takes."""
-    mode, context = MODES[speculation.mode], SequenceContext.of(speculation, record.prompt)
+def rounds(record: Record, speculation: Speculation, given: SequenceContext | None = None) -> int:
+    """How many rounds an answer takes. given: a context in place of the speculation's own."""
+    mode, context = MODES[speculation.mode], given or SequenceContext.of(speculation, record.prompt)
     ranks, answer, count, done = ranks_needed(mode, speculation), record.answer, 0, 1
     if context is not None:
         context.commit(answer[:1])

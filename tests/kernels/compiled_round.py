@@ -21,6 +21,7 @@ from ddtree.kernels import (
     choose_jit,
     context_build_jit,
     context_jit,
+    context_rows_jit,
     gather_jit,
     matmul_jit,
     norm_jit,
@@ -122,13 +123,16 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
 def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     """Rows laid with a context, and the texts that it is looked up in."""
     names = ("text", "lengths", "tables", "matches", "levels", "said_tokens", "said_levels")
-    types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares"), "*fp64")
+    types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares", "shares"), "*fp64")
+    types |= dict.fromkeys(("hits", "rests"), "*fp32")
     types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
     for block in (32, 64, 128, 256) if every else (64,):
         shape = {"block": block, "words": -(-block // 64), "rank_block": 16}
         warps = max(block // 128, 1)
         kernel = context_build_jit.build
         yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
+    for block in (2, 8, 32) if every else (32,):
+        yield f"context.weigh {block}", compiled(context_rows_jit.weigh, capability, {"rank_block": block}, types=types)
     shape = {"column_block": 16}
     yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
     yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)

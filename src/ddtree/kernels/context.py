@@ -133,15 +133,24 @@ def build_with(
     Raises ValueError for shapes out of range.
     """
     batch, drafted, ranks = log_q.shape
-    width = said.tokens.shape[1]
+    width, device = said.tokens.shape[1], log_q.device
     check_sizes(log_q, state, width)
+    log_q = log_q.contiguous()
+    # What any guess would be worth, worked out side by side: logarithms in float64 are what a row would wait for most.
+    hits = torch.empty(batch, drafted, ranks + 1, 16, dtype=torch.float32, device=device)
+    rests = torch.empty(batch, 16, dtype=torch.float32, device=device)
+    shares = torch.empty(batch, drafted, ranks + 1, dtype=torch.float64, device=device)
+    jit("context_rows").weigh[(batch, drafted)](
+        log_q, plan.settings, slots, texts.confidence, hits, rests, shares, drafted, ranks,
+        rank_block=power_of_two(ranks + 1), num_warps=4, **overlap(device),
+    )  # fmt: skip
     jit("context_build").build[(batch,)](
-        log_q.contiguous(), candidates.contiguous(), plan.settings, slots,
-        texts.text, texts.lengths, texts.tables, texts.matches, texts.confidence, texts.factors, texts.levels,
+        log_q, candidates.contiguous(), plan.settings, slots,
+        texts.text, texts.lengths, texts.tables, texts.matches, texts.factors, texts.levels, hits, rests, shares,
         state.tokens, state.parents, state.depths, state.ancestors,
         state.member.view(torch.uint8), state.tree.view(torch.uint8), said.tokens, said.levels, said.shares,
         state.tokens.stride(0), state.ancestors.shape[2], width, drafted, ranks, texts.text.shape[1], texts.shift,
         block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=power_of_two(ranks),
-        num_warps=max(power_of_two(width) // 128, 1), **overlap(log_q.device),
+        num_warps=max(power_of_two(width) // 128, 1), **overlap(device),
     )  # fmt: skip
     state.width = width

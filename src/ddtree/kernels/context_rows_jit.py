@@ -1,0 +1,171 @@
+# mypy: ignore-errors
+"""What `context_build_jit.build` does with one row. See ddtree.kernels.context."""
+
+import triton
+import triton.language as tl
+from triton.language.extra import libdevice
+
+from ddtree.kernels.common_jit import DEAD, INTERPRETED, follow, log_of, order_of
+from ddtree.kernels.context_jit import LONGEST, ORDERS, place_of
+
+MINUS = tl.constexpr(float("-inf"))
+LEVELS = tl.constexpr(16)  # room for the levels of confidence
+
+
+@triton.jit
+def _exp(x):
+    if INTERPRETED:  # noqa: SIM108 - a conditional expression would be compiled on both sides
+        result = tl.exp(x)
+    else:
+        result = libdevice.exp(x)
+    return result
+
+
+@triton.jit
+def int_at(values, node, row):
+    """One row's int32, as a scalar."""
+    return tl.sum(tl.where(node == row, values, 0), 0)
+
+
+@triton.jit
+def float_at(values, node, row):
+    """One row's float32, as a scalar: by its bits, since whole numbers are summed over a warp in one instruction."""
+    return int_at(values.to(tl.int32, bitcast=True), node, row).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def living(score):
+    """A score's order; DEAD where it is -inf or NaN."""
+    return tl.where(score > MINUS, order_of(score), DEAD)
+
+
+@triton.jit(do_not_specialize=["drafted", "ranks"])
+def weigh(
+    log_q, settings, slots, confidence, hits, rests, shares, drafted, ranks, rank_block: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """Guesses.behind for every candidate of one depth, and for none of them, at every level: what `build` looks up.
+
+    Written: hits, the log p of a guess; rests, log (1 - c); shares, the drafter's own.
+    """
+    follow(overlap)
+    batch, depth = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    if tl.load(settings + batch * 7 + 6) == 0:
+        return
+    level = tl.arange(0, LEVELS)
+    c = tl.load(confidence + tl.load(slots + batch) * 48 + 32 + level)
+    k = tl.arange(0, rank_block)
+    line = batch * drafted + depth
+    edge = tl.load(log_q + line * ranks + k, mask=k < ranks, other=MINUS)
+    share = tl.where(edge > MINUS, _exp(edge.to(tl.float64)), 0.0)
+    # Rounding must not lift a score above 0.
+    hit = tl.minimum(log_of(c[None, :] + (1.0 - c)[None, :] * share[:, None]).to(tl.float32), 0.0)
+    at = line * (ranks + 1) + k
+    tl.store(hits + at[:, None] * LEVELS + level[None, :], hit, mask=(k <= ranks)[:, None])
+    tl.store(shares + at, share, mask=k <= ranks)
+    if depth == 0:
+        tl.store(rests + batch * LEVELS + level, log_of(1.0 - c).to(tl.float32))
+
+
+@triton.jit
+def insert(node, count, above, d, r, token_, parent, depth, rank, token, begin, end):
+    """Row `count`, a child of row `above` (of depth d), behind its siblings of lower rank: all in pre-order."""
+    elder = (parent == above) & (rank < r) & (node > 0) & (node < count)
+    e = tl.maximum(tl.max(tl.where(elder, end, 0), 0), int_at(begin, node, above) + 1)
+    # Its ancestors' subtrees grow, what is behind moves on.
+    grows = (begin < e) & (end >= e) & (depth <= d)
+    end = tl.where(grows | (begin >= e), end + 1, end)
+    begin = tl.where(begin >= e, begin + 1, begin)
+    new = node == count
+    return (
+        tl.where(new, above, parent), tl.where(new, d + 1, depth), tl.where(new, r, rank),
+        tl.where(new, token_, token), tl.where(new, e, begin), tl.where(new, e + 1, end),
+    )  # fmt: skip
+
+
+@triton.jit
+def frontier(order_plain, order_guess, depth, end, upcoming, g_rank, node, count, last):
+    """The next row's score (its order; DEAD if there is none), its place, packed, and where the spine ends.
+
+    A laid row has two candidates: its guess, and the first other child that is not laid. Equal scores go to the smaller
+    depth, then to the smaller path of ranks: of one depth, to the parent that is first in pre-order, then to the rank.
+    """
+    place = ((63 - depth) << 23) | ((256 - end) << 14) | node
+    tie_plain = place | ((63 - upcoming) << 8)
+    tie_guess = place | ((63 - tl.maximum(g_rank, 0)) << 8)
+    if count <= last:
+        tip = node == count - 1
+        plain = tl.where(tip & (upcoming == 0), order_plain, DEAD)
+        guess = tl.where(tip & (g_rank == 0), order_guess, DEAD)
+        best, where = _best(plain, guess, tie_plain, tie_guess)
+        last = tl.where(best > DEAD, last, 0)  # a missing token ends the spine
+        if best == DEAD:
+            best, where = _best(order_plain, order_guess, tie_plain, tie_guess)
+    else:
+        best, where = _best(order_plain, order_guess, tie_plain, tie_guess)
+    return best, where, last
+
+
+@triton.jit
+def _best(order_plain, order_guess, tie_plain, tie_guess):
+    """The best of two candidates a row, and its place."""
+    order = tl.maximum(order_plain, order_guess)
+    tie = tl.maximum(tl.where(order_plain == order, tie_plain, -1), tl.where(order_guess == order, tie_guess, -1))
+    best = tl.max(order, 0)
+    return best, tl.max(tl.where(order == best, tie, -1), 0)
+
+
+@triton.jit
+def look_up(tables, text, f0, f1, f2, f3, f4, f5, t0, t1, t2, t3, t4, t5, have, shift):
+    """The most recent longest match of a text that ends with `have` tokens, the last six of them t5 .. t0: the position
+    behind it, its length and the token there; 0, 0, 0 without one. Equals TextIndex._find, as `context_jit.search`
+    does; six scalars instead of vectors save the exchange between a warp's threads.
+    """
+    size = 1 << (64 - shift)
+    s0 = (t0.to(tl.int64) + 1) * f0
+    s1 = s0 + (t1.to(tl.int64) + 1) * f1
+    s2 = s1 + (t2.to(tl.int64) + 1) * f2
+    s3 = s2 + (t3.to(tl.int64) + 1) * f3
+    s4 = s3 + (t4.to(tl.int64) + 1) * f4
+    s5 = s4 + (t5.to(tl.int64) + 1) * f5
+    a0 = tl.load(tables + place_of(s0, shift), mask=have > 0, other=0, cache_modifier=".cg")
+    a1 = tl.load(tables + size + place_of(s1, shift), mask=have > 1, other=0, cache_modifier=".cg")
+    a2 = tl.load(tables + 2 * size + place_of(s2, shift), mask=have > 2, other=0, cache_modifier=".cg")
+    a3 = tl.load(tables + 3 * size + place_of(s3, shift), mask=have > 3, other=0, cache_modifier=".cg")
+    a4 = tl.load(tables + 4 * size + place_of(s4, shift), mask=have > 4, other=0, cache_modifier=".cg")
+    a5 = tl.load(tables + 5 * size + place_of(s5, shift), mask=have > 5, other=0, cache_modifier=".cg")
+    # Row r of 8 x 8 compares the match of r + 1 tokens; column 6 has the token behind it.
+    r, c = tl.arange(0, 64) >> 3, tl.arange(0, 64) & 7
+    high = tl.where(r == 3, a3, tl.where(r == 4, a4, tl.where(r == 5, a5, 0)))
+    position = tl.where(r == 0, a0, tl.where(r == 1, a1, tl.where(r == 2, a2, high)))
+    back = tl.where(c == 3, t3, tl.where(c == 4, t4, t5))
+    wanted = tl.where(c == 0, t0, tl.where(c == 1, t1, tl.where(c == 2, t2, back)))
+    compared = (c <= r) & (r < ORDERS)
+    at = tl.where(c == 6, position, position - 1 - c)
+    read = (position > 0) & (compared | (c == 6)) & (at >= 0)
+    there = tl.load(text + at, mask=read, other=-1, cache_modifier=".cg")
+    wrong = compared & ((position <= 0) | (there != wanted))
+    failed = tl.sum(tl.where(wrong, 1 << (3 * r), 0), 0)  # how many of each row, three bits a row
+    order = tl.full([], 0, tl.int32)
+    for row in tl.static_range(ORDERS):
+        order = tl.where(((failed >> (3 * row)) & 7) == 0, row + 1, order)
+    chosen = (r + 1 == order) & (c == 6)
+    return tl.sum(tl.where(chosen, position, 0), 0), order, tl.sum(tl.where(chosen, there, 0), 0)
+
+
+@triton.jit
+def guess_of(d, position, matched, said, line, k, hits, rests, levels, ranks, usable):
+    """What a match says behind a row of depth d, whose own candidates are `line`: rank, level, log p, log (1 - c); rank
+    and level are -1 without a match.
+    """
+    rank = tl.full([], -1, tl.int32)
+    level = tl.full([], -1, tl.int32)
+    hit = tl.full([], MINUS, tl.float32)
+    rest = tl.full([], 0.0, tl.float32)
+    if position > 0:
+        level = tl.load(levels + tl.minimum(matched, LONGEST))
+        rank = tl.min(tl.where(line == said, k, usable), 0)
+        none = tl.where(rank < usable, rank, ranks)
+        hit = tl.load(hits + (d * (ranks + 1) + none) * LEVELS + level)
+        rest = tl.load(rests + level)
+    return rank, level, hit, rest
