@@ -2,14 +2,14 @@
 
     OMP_NUM_THREADS=1 python benchmarks/context_corpus.py --keep proposals.pt --output FILE
 
-A second index, of the same kind as the sequence's own, over other requests: their prompts and answers. Behind a node the
-longer match of the two speaks, the own text's where they are equal, and each has confidences of its own, learned from
-the table on. Who asked before:
+A second index, of the same kind as the sequence's own, over other requests: their prompts and answers. Behind a node
+the longer match of the two speaks, the own text's where they are equal, and each has confidences of its own, learned
+from the table on. Who asked before:
 
     category   the suite's other prompts of the same category
     others     all of the suite's other prompts
-    edited     the answers are of the suite's prompts with some words changed (context_edits.jsonl); asked before were the
-               suite's own, all 28, the near-identical one among them
+    edited     the answers are of the suite's prompts with some words changed (context_edits.jsonl); asked before were
+               the suite's own, all 28, the near-identical one among them
     again      the same prompts with other seeds (temperature 0.7 alone), all 28: an answer that is asked for once more
 """
 
@@ -31,6 +31,7 @@ from ddtree.tree import Guesses, Matches, TextIndex
 from ddtree.tree.context import Match
 from ddtree.tree.matches import LONGEST, ORDERS, Confidence
 
+Kept = dict[str, dict[float, list[Record]]]  # by who is asked and temperature
 EDITS = Path(__file__).with_name("context_edits.jsonl")
 
 
@@ -61,7 +62,9 @@ class Both:
         else:
             tail = [*self._text, *path][-LONGEST:]
             position, length = self._corpus.find(tail) if len(tail) >= ORDERS else (0, 0)
-            while 0 < length < min(len(tail), position) and self._corpus.token(position - 1 - length, ()) == tail[-1 - length]:
+            while 0 < length < min(len(tail), position):
+                if self._corpus.token(position - 1 - length, ()) != tail[-1 - length]:
+                    break
                 length += 1
             found = position, length
         self._found[path] = found
@@ -96,7 +99,9 @@ def texts(records: Sequence[Record]) -> TextIndex:
     return TextIndex([token for record in records for token in (*record.prompt, *record.answer)])
 
 
-def traffic(kept: dict[str, dict[float, list[Record]]], temperature: float) -> dict[str, tuple[list[Record], list[Any]]]:
+def traffic(
+    kept: dict[str, dict[float, list[Record]]], temperature: float
+) -> dict[str, tuple[list[Record], list[Any]]]:
     """By name: the answers that are replayed, and whose requests came before each of them."""
     suite, edited = kept["suite"][temperature], kept["edited"][temperature]
     found = {
@@ -109,7 +114,9 @@ def traffic(kept: dict[str, dict[float, list[Record]]], temperature: float) -> d
     return found
 
 
-def report_of(records: Sequence[Record], before: Sequence[Sequence[Record]], way: Speculation, least: int) -> dict[str, Any]:
+def report_of(
+    records: Sequence[Record], before: Sequence[Sequence[Record]], way: Speculation, least: int
+) -> dict[str, Any]:
     """Off, mix, and mix with the corpus; gains of the corpus over mix."""
     made = [float(len(record.answer) - 1) for record in records]
 
@@ -133,7 +140,7 @@ def report_of(records: Sequence[Record], before: Sequence[Sequence[Record]], way
     }  # fmt: skip
 
 
-def decode(args: Any, temperatures: Sequence[float]) -> dict[str, dict[float, list[Record]]]:
+def decode(args: Any, temperatures: Sequence[float]) -> Kept:
     """The suite, its edited prompts, and the suite with other seeds."""
     engine = Engine.load(EngineConfig(dtype="float32", device=str(CPU), prefix_caching=False, max_model_len=2048))
     suite = load_prompts(args.limit)

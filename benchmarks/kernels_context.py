@@ -4,10 +4,10 @@
 
 Checked are texts of each of --lengths, random ones, ones that repeat themselves, and words of this project's own pages,
 one and eight at once, over --rounds rounds each: tables, matches, rows and what was learned. Every check is tried,
-whatever failed before. Timed are graphs of 24 calls, by CUDA events, in microseconds a call: `build` alone, as a round
-without a context has it; `build_with` and `note`, as one with a context has them; and the difference, which a round
-takes longer (`more`). Without CUDA the checks run in Triton's interpreter (TRITON_INTERPRET=1; choose small --lengths).
-The last line has it all.
+whatever failed before. Timed are graphs of 24 calls, by CUDA events, in microseconds a call: `build`, as a round
+without a context has it; `build_with` alone (`mix build`); `build_with` and `note`, as a round with a context has them;
+and how much longer than `build` that is (`more`). Without CUDA the checks run in Triton's interpreter
+(TRITON_INTERPRET=1; choose small --lengths). The last line has it all.
 """
 
 import re
@@ -224,6 +224,7 @@ def timings(lengths: Sequence[int], turns: int) -> dict[str, dict[str, float]]:
                     scene.lay(log_q, candidates)
                     scene.note()
 
+                line[f"{context} build"] = microseconds(lambda s=scene, q=log_q, c=candidates: s.lay(q, c), turns)
                 line[context] = microseconds(both, turns)
                 line[f"{context} more"] = round(line[context] - line["build"], 2)
             found[f"{length} B={batch} {mode} {budget if mode == 'tree' else ''}".strip()] = line

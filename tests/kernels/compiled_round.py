@@ -127,13 +127,13 @@ def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     types |= dict.fromkeys(("hits", "rests"), "*fp32")
     types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
     for block in (32, 64, 128, 256) if every else (64,):
-        shape = {"block": block, "words": -(-block // 64), "rank_block": 16}
+        shape = {"block": block, "words": -(-block // 64), "rank_block": 32}
         warps = max(block // 128, 1)
         kernel = context_build_jit.build
         yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
     for block in (2, 8, 32) if every else (32,):
         yield f"context.weigh {block}", compiled(context_rows_jit.weigh, capability, {"rank_block": block}, types=types)
-    shape = {"column_block": 16}
+    shape = {"column_block": 32}
     yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
     yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)
 

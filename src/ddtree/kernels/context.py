@@ -97,7 +97,7 @@ class TextStore:
             plan.settings, slots, path, committed, kept, said.tokens, said.levels, said.shares,
             self.text, self.lengths, self.tables, self.matches, self.confidence, self.factors,
             columns, said.tokens.shape[1], self.text.shape[1], self.shift,
-            column_block=power_of_two(columns), num_warps=1, **overlap(slots.device),
+            column_block=max(power_of_two(columns), 32), num_warps=1, **overlap(slots.device),
         )  # fmt: skip
 
 
@@ -150,7 +150,7 @@ def build_with(
         state.tokens, state.parents, state.depths, state.ancestors,
         state.member.view(torch.uint8), state.tree.view(torch.uint8), said.tokens, said.levels, said.shares,
         state.tokens.stride(0), state.ancestors.shape[2], width, drafted, ranks, texts.text.shape[1], texts.shift,
-        block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=power_of_two(ranks),
+        block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=max(power_of_two(ranks), 32),
         num_warps=max(power_of_two(width) // 128, 1), **overlap(device),
     )  # fmt: skip
     state.width = width

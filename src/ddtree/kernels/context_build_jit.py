@@ -6,7 +6,7 @@ import triton.language as tl
 
 from ddtree.kernels.build_jit import FAR, ancestor_bits
 from ddtree.kernels.common_jit import DEAD, follow, value_of
-from ddtree.kernels.context_jit import ORDERS
+from ddtree.kernels.context_jit import ORDERS, int_at, look_up
 from ddtree.kernels.context_rows_jit import (
     LEVELS,
     MINUS,
@@ -14,9 +14,7 @@ from ddtree.kernels.context_rows_jit import (
     frontier,
     guess_of,
     insert,
-    int_at,
     living,
-    look_up,
 )
 
 MIX = tl.constexpr(2)
@@ -178,17 +176,15 @@ def build(
             t3, t4 = int_at(tail2, node, above), int_at(tail3, node, above)
             t5 = int_at(tail4, node, above)
 
-            other = float_at(score, node, above) + tl.where(
-                above_rank >= 0, edge + float_at(g_rest, node, above), edge
-            )
+            other = float_at(score, node, above) + tl.where(above_rank >= 0, edge + float_at(g_rest, node, above), edge)
             order_plain = tl.where((node == above) & (guessed == 0), living(other), order_plain)
             order_guess = tl.where((node == above) & guessed, DEAD, order_guess)
             upcoming = tl.where((node == above) & (guessed == 0), after, upcoming)
             parent, depth, rank, token, begin, end = insert(
                 node, count, above, d - 1, taken, token_, parent, depth, rank, token, begin, end
             )
-            # The match behind the new row: its parent's goes on where the row is what that said; else it is looked up by
-            # the row's own path (mix), or there is none (branch). Equals Matches and Branch.
+            # The match behind the new row: its parent's goes on where the row is what that said; else it is looked up
+            # by the row's own path (mix), or there is none (branch). Equals Matches and Branch.
             position = tl.full([], 0, tl.int32)
             matched = tl.full([], 0, tl.int32)
             said = tl.full([], -1, tl.int32)

@@ -19,23 +19,47 @@ def place_of(sums, shift):
 
 
 @triton.jit
-def search(tables, text, factors, last, have, shift):
-    """The most recent longest match of a text's last tokens: the position behind it and its length; 0, 0 without one.
+def int_at(values, node, row):
+    """One row's int32, as a scalar."""
+    return tl.sum(tl.where(node == row, values, 0), 0)
 
-    last: [8] int32, from the last; have: how many of them there are. Equals TextIndex._find.
+
+@triton.jit
+def look_up(tables, text, f0, f1, f2, f3, f4, f5, t0, t1, t2, t3, t4, t5, have, shift):
+    """The most recent longest match of a text that ends with `have` tokens, the last six of them t5 .. t0: the position
+    behind it, its length and the token there; 0, 0, 0 without one. Equals TextIndex._find. Six scalars
+    instead of a vector of them save the exchange between a warp's threads.
     """
-    j = tl.arange(0, 8)
-    terms = (last.to(tl.int64) + 1) * tl.load(factors + j)
-    place = place_of(tl.sum(tl.where(j[None, :] <= j[:, None], terms[None, :], 0), 1), shift)
     size = 1 << (64 - shift)
-    known = (j < ORDERS) & (j < have)
-    position = tl.load(tables + j * size + place, mask=known, other=0, cache_modifier=".cg")
-    compared = (j[None, :] <= j[:, None]) & (position > 0)[:, None]
-    at = position[:, None] - 1 - j[None, :]
-    there = tl.load(text + at, mask=compared & (at >= 0), other=-1, cache_modifier=".cg")
-    wrong = tl.sum((compared & (there != last[None, :])).to(tl.int32), 1)
-    order = tl.max(tl.where((position > 0) & (wrong == 0), j + 1, 0), 0)
-    return tl.sum(tl.where(j + 1 == order, position, 0), 0), order
+    s0 = (t0.to(tl.int64) + 1) * f0
+    s1 = s0 + (t1.to(tl.int64) + 1) * f1
+    s2 = s1 + (t2.to(tl.int64) + 1) * f2
+    s3 = s2 + (t3.to(tl.int64) + 1) * f3
+    s4 = s3 + (t4.to(tl.int64) + 1) * f4
+    s5 = s4 + (t5.to(tl.int64) + 1) * f5
+    a0 = tl.load(tables + place_of(s0, shift), mask=have > 0, other=0, cache_modifier=".cg")
+    a1 = tl.load(tables + size + place_of(s1, shift), mask=have > 1, other=0, cache_modifier=".cg")
+    a2 = tl.load(tables + 2 * size + place_of(s2, shift), mask=have > 2, other=0, cache_modifier=".cg")
+    a3 = tl.load(tables + 3 * size + place_of(s3, shift), mask=have > 3, other=0, cache_modifier=".cg")
+    a4 = tl.load(tables + 4 * size + place_of(s4, shift), mask=have > 4, other=0, cache_modifier=".cg")
+    a5 = tl.load(tables + 5 * size + place_of(s5, shift), mask=have > 5, other=0, cache_modifier=".cg")
+    # Row r of 8 x 8 compares the match of r + 1 tokens; column 6 has the token behind it.
+    r, c = tl.arange(0, 64) >> 3, tl.arange(0, 64) & 7
+    high = tl.where(r == 3, a3, tl.where(r == 4, a4, tl.where(r == 5, a5, 0)))
+    position = tl.where(r == 0, a0, tl.where(r == 1, a1, tl.where(r == 2, a2, high)))
+    back = tl.where(c == 3, t3, tl.where(c == 4, t4, t5))
+    wanted = tl.where(c == 0, t0, tl.where(c == 1, t1, tl.where(c == 2, t2, back)))
+    compared = (c <= r) & (r < ORDERS)
+    at = tl.where(c == 6, position, position - 1 - c)
+    read = (position > 0) & (compared | (c == 6)) & (at >= 0)
+    there = tl.load(text + at, mask=read, other=-1, cache_modifier=".cg")
+    wrong = compared & ((position <= 0) | (there != wanted))
+    failed = tl.sum(tl.where(wrong, 1 << (3 * r), 0), 0)  # how many of each row, three bits a row
+    order = tl.full([], 0, tl.int32)
+    for row in tl.static_range(ORDERS):
+        order = tl.where(((failed >> (3 * row)) & 7) == 0, row + 1, order)
+    chosen = (r + 1 == order) & (c == 6)
+    return tl.sum(tl.where(chosen, position, 0), 0), order, tl.sum(tl.where(chosen, there, 0), 0)
 
 
 @triton.jit
@@ -76,6 +100,8 @@ def _learn(confidence, path, committed, said_tokens, said_levels, said_shares, c
     share = tl.load(said_shares + row, mask=said, other=0.0)
     token = tl.load(committed + column, mask=real, other=-1)
     right = (said & (tl.load(said_tokens + row, mask=said, other=-1) == token)).to(tl.int32)
+    share_bits = share.to(tl.int64, bitcast=True)
+    low, high = share_bits.to(tl.int32), (share_bits >> 32).to(tl.int32)
     lane = tl.arange(0, 16)
     hits = tl.load(confidence + lane)
     seen = tl.load(confidence + 16 + lane)
@@ -83,11 +109,11 @@ def _learn(confidence, path, committed, said_tokens, said_levels, said_shares, c
     last = tl.max(tl.where(level >= 0, column, -1), 0)
     depth = tl.full([], 0, tl.int32)
     while depth <= last:
-        here = column == depth
-        at = tl.max(tl.where(here, level, -1), 0)
-        hit = tl.sum(tl.where(here, right, 0), 0)
-        q = tl.sum(tl.where(here, share, 0.0), 0)
-        mine = lane == at
+        hit = int_at(right, column, depth)
+        # By its halves: whole numbers of 32 bits are summed over a warp in one instruction.
+        bits = (int_at(high, column, depth).to(tl.int64) << 32) | (int_at(low, column, depth).to(tl.int64) & 0xFFFFFFFF)
+        q = bits.to(tl.float64, bitcast=True)
+        mine = lane == int_at(level, column, depth)
         hits += tl.where(mine & (hit != 0), levels / (levels + (1.0 - levels) * q), 0.0)
         seen += tl.where(mine, 1.0, 0.0)
         levels = tl.where(mine, tl.minimum(tl.maximum(hits / seen, LEAST), MOST), levels)
@@ -134,18 +160,29 @@ def note(
     column = tl.arange(0, column_block)
     real = (column < columns) & (column < count)
     said = batch * pitch_said
+    position = before + column
+    _enter(tables, factors, position, real & (position > 0), text, committed, before, shift)
+    tl.store(text + position, tl.load(committed + column, mask=real, other=0).to(tl.int32), mask=real)
+    # It learns while that is on its way.
     _learn(
         confidence + slot * 48, path + batch * columns, committed,
         said_tokens + said, said_levels + said, said_shares + said, column, real,
     )  # fmt: skip
-    position = before + column
-    _enter(tables, factors, position, real & (position > 0), text, committed, before, shift)
-    tl.store(text + position, tl.load(committed + column, mask=real, other=0).to(tl.int32), mask=real)
     tl.debug_barrier()  # what is looked up now was written just now
     end = before + count
-    j = tl.arange(0, 8)
-    last = tl.load(text + end - 1 - j, mask=j < end, other=0, cache_modifier=".cg")
-    found, order = search(tables, text, factors, last, end, shift)
+    ends = text + end - 1
+    found, order, _ = look_up(
+        tables, text,
+        tl.load(factors), tl.load(factors + 1), tl.load(factors + 2),
+        tl.load(factors + 3), tl.load(factors + 4), tl.load(factors + 5),
+        tl.load(ends, mask=end > 0, other=0, cache_modifier=".cg"),
+        tl.load(ends - 1, mask=end > 1, other=0, cache_modifier=".cg"),
+        tl.load(ends - 2, mask=end > 2, other=0, cache_modifier=".cg"),
+        tl.load(ends - 3, mask=end > 3, other=0, cache_modifier=".cg"),
+        tl.load(ends - 4, mask=end > 4, other=0, cache_modifier=".cg"),
+        tl.load(ends - 5, mask=end > 5, other=0, cache_modifier=".cg"),
+        end, shift,
+    )  # fmt: skip
     back = tl.arange(0, LONGEST)
     held = back < tl.minimum(found, LONGEST)
     there = tl.load(text + found - 1 - back, mask=held, other=-1, cache_modifier=".cg")

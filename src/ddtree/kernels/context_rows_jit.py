@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ddtree.kernels.common_jit import DEAD, INTERPRETED, follow, log_of, order_of
-from ddtree.kernels.context_jit import LONGEST, ORDERS, place_of
+from ddtree.kernels.context_jit import LONGEST, int_at
 
 MINUS = tl.constexpr(float("-inf"))
 LEVELS = tl.constexpr(16)  # room for the levels of confidence
@@ -19,12 +19,6 @@ def _exp(x):
     else:
         result = libdevice.exp(x)
     return result
-
-
-@triton.jit
-def int_at(values, node, row):
-    """One row's int32, as a scalar."""
-    return tl.sum(tl.where(node == row, values, 0), 0)
 
 
 @triton.jit
@@ -113,44 +107,6 @@ def _best(order_plain, order_guess, tie_plain, tie_guess):
     tie = tl.maximum(tl.where(order_plain == order, tie_plain, -1), tl.where(order_guess == order, tie_guess, -1))
     best = tl.max(order, 0)
     return best, tl.max(tl.where(order == best, tie, -1), 0)
-
-
-@triton.jit
-def look_up(tables, text, f0, f1, f2, f3, f4, f5, t0, t1, t2, t3, t4, t5, have, shift):
-    """The most recent longest match of a text that ends with `have` tokens, the last six of them t5 .. t0: the position
-    behind it, its length and the token there; 0, 0, 0 without one. Equals TextIndex._find, as `context_jit.search`
-    does; six scalars instead of vectors save the exchange between a warp's threads.
-    """
-    size = 1 << (64 - shift)
-    s0 = (t0.to(tl.int64) + 1) * f0
-    s1 = s0 + (t1.to(tl.int64) + 1) * f1
-    s2 = s1 + (t2.to(tl.int64) + 1) * f2
-    s3 = s2 + (t3.to(tl.int64) + 1) * f3
-    s4 = s3 + (t4.to(tl.int64) + 1) * f4
-    s5 = s4 + (t5.to(tl.int64) + 1) * f5
-    a0 = tl.load(tables + place_of(s0, shift), mask=have > 0, other=0, cache_modifier=".cg")
-    a1 = tl.load(tables + size + place_of(s1, shift), mask=have > 1, other=0, cache_modifier=".cg")
-    a2 = tl.load(tables + 2 * size + place_of(s2, shift), mask=have > 2, other=0, cache_modifier=".cg")
-    a3 = tl.load(tables + 3 * size + place_of(s3, shift), mask=have > 3, other=0, cache_modifier=".cg")
-    a4 = tl.load(tables + 4 * size + place_of(s4, shift), mask=have > 4, other=0, cache_modifier=".cg")
-    a5 = tl.load(tables + 5 * size + place_of(s5, shift), mask=have > 5, other=0, cache_modifier=".cg")
-    # Row r of 8 x 8 compares the match of r + 1 tokens; column 6 has the token behind it.
-    r, c = tl.arange(0, 64) >> 3, tl.arange(0, 64) & 7
-    high = tl.where(r == 3, a3, tl.where(r == 4, a4, tl.where(r == 5, a5, 0)))
-    position = tl.where(r == 0, a0, tl.where(r == 1, a1, tl.where(r == 2, a2, high)))
-    back = tl.where(c == 3, t3, tl.where(c == 4, t4, t5))
-    wanted = tl.where(c == 0, t0, tl.where(c == 1, t1, tl.where(c == 2, t2, back)))
-    compared = (c <= r) & (r < ORDERS)
-    at = tl.where(c == 6, position, position - 1 - c)
-    read = (position > 0) & (compared | (c == 6)) & (at >= 0)
-    there = tl.load(text + at, mask=read, other=-1, cache_modifier=".cg")
-    wrong = compared & ((position <= 0) | (there != wanted))
-    failed = tl.sum(tl.where(wrong, 1 << (3 * r), 0), 0)  # how many of each row, three bits a row
-    order = tl.full([], 0, tl.int32)
-    for row in tl.static_range(ORDERS):
-        order = tl.where(((failed >> (3 * row)) & 7) == 0, row + 1, order)
-    chosen = (r + 1 == order) & (c == 6)
-    return tl.sum(tl.where(chosen, position, 0), 0), order, tl.sum(tl.where(chosen, there, 0), 0)
 
 
 @triton.jit
