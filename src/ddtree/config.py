@@ -52,13 +52,14 @@ class Unset(int):
 
 # (tree_budget, tree_top_k) by torch's type of a device: the fastest that were measured (docs/log.md)
 TREES = {"cpu": (5, 8), "cuda": (15, 16)}
+CONTEXTS = {"cpu": "mix", "cuda": "mix"}  # likewise what the tree_context "auto" is
 
 
 @dataclass(frozen=True)
 class Speculation:
     """How a round drafts and what it commits. Budgets count tree nodes without the root.
 
-    What is left out of `tree_budget` and `tree_top_k` follows the device: see `settled`.
+    What is left out of `tree_budget` and `tree_top_k`, and the tree_context "auto", follow the device: see `settled`.
     """
 
     mode: str = "tree"
@@ -80,15 +81,16 @@ class Speculation:
             )
 
     def settled(self, device_type: str, largest: int = MAX_TREE_BUDGET) -> "Speculation":
-        """With plain numbers in place of those that nobody chose: what suits the device; the budget at most `largest`.
+        """With plain numbers in place of those that nobody chose, and a context for "auto": what suits the device.
 
-        device_type: torch's ("cpu", "cuda"). Chosen numbers stay as they are.
+        device_type: torch's ("cpu", "cuda"). Chosen numbers stay as they are; others are at most `largest` nodes.
         """
         budget, top_k = TREES.get(device_type, TREES["cpu"])
         return replace(
             self,
             tree_budget=min(budget, largest) if isinstance(self.tree_budget, Unset) else self.tree_budget,
             tree_top_k=top_k if isinstance(self.tree_top_k, Unset) else self.tree_top_k,
+            tree_context=CONTEXTS.get(device_type, "off") if self.tree_context == "auto" else self.tree_context,
         )
 
 

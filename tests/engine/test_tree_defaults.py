@@ -47,6 +47,15 @@ def test_a_budget_that_nobody_chose_fits_the_largest():
     assert engine.generate([[0]], [SamplingParams(max_tokens=6, seed=1)], Speculation("tree"))[0].token_ids
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_the_context_auto_follows_the_device_too(device, monkeypatch):
+    monkeypatch.setitem(config.CONTEXTS, device, "branch")
+    assert Speculation(tree_context="auto").settled(device).tree_context == "branch"
+    assert Speculation(tree_context="mix").settled(device).tree_context == "mix"
+    assert Speculation(tree_context="off").settled(device).tree_context == "off"
+    assert Speculation(tree_context="auto").settled("some other device").tree_context == "off"
+
+
 def test_an_engine_tells_the_numbers_of_its_device():
     assert engine_for(1).info()["speculation"] == {
         "mode": "tree", "tree_budget": 5, "tree_top_k": 8, "tree_spine": 0, "tree_context": "off",

@@ -5,6 +5,7 @@ from typing import Annotated
 import typer
 
 from ddtree.config import (
+    CONTEXTS,
     DRAFT_DTYPES,
     DTYPES,
     MAX_TREE_BUDGET,
@@ -56,7 +57,7 @@ TreeContext = Annotated[
     typer.Option(
         "--tree-context",
         help="What drafts take from the text so far: off; branch, what followed its last tokens before; mix, the same "
-        "behind every node; auto, the best measured: mix.",
+        f"behind every node; auto: {CONTEXTS['cpu']} on a CPU, {CONTEXTS['cuda']} on a GPU.",
     ),
 ]
 Device = Annotated[str, typer.Option("--device", help="auto, cpu, cuda or cuda:N.")]

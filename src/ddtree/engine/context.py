@@ -9,20 +9,13 @@ from ddtree.kernels.context import KINDS, TextStore
 from ddtree.tree import Context, Guesses, Matches, TextIndex
 from ddtree.tree.matches import Confidence
 
-# off: the drafter's scores alone. branch: what followed the last tokens where they stood before, from the root on.
-# mix: the same behind every node, by the node's own path.
-AUTO = "mix"  # what "auto" is: the fastest measured, on a CPU and on an H200 (docs/log.md)
-
-
-def settle(tree_context: str) -> str:
-    """off, branch or mix: what a `tree_context` means."""
-    return AUTO if tree_context == "auto" else tree_context
-
 
 class SequenceContext:
     """One sequence's text and what it is asked for. The index is made with the first round that the host lays.
 
-    While the device lays the rows, the text's index and its confidences are there: see `DeviceTexts`.
+    off: the drafter's scores alone. branch: what followed the last tokens where they stood before, from the root on.
+    mix: the same behind every node, by the node's own path. While the device lays the rows, the text's index and its
+    confidences are there: see `DeviceTexts`.
     """
 
     def __init__(self, kind: str, prompt: Sequence[int], room: int = 0) -> None:
@@ -36,8 +29,8 @@ class SequenceContext:
 
     @classmethod
     def of(cls, speculation: Speculation, prompt: Sequence[int], room: int = 0) -> "SequenceContext | None":
-        """None where the mode drafts nothing, or the context is off."""
-        kind = settle(speculation.tree_context)
+        """None where the mode drafts nothing, or the context is off. The speculation is settled: it has no "auto"."""
+        kind = speculation.tree_context
         return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt, room)
 
     def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:

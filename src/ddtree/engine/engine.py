@@ -12,7 +12,7 @@ import torch
 from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
-from ddtree.engine.context import SequenceContext, settle
+from ddtree.engine.context import SequenceContext
 from ddtree.engine.loading import HALVES, load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
@@ -120,7 +120,7 @@ class Engine:
             "threads": torch.get_num_threads(),
             "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
             "rounds": self._rounds(),
-            "tree_context": settle(self.speculation.tree_context),
+            "tree_context": self.speculation.tree_context,
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
             "draft_vocab": self._draft_vocab(),
