@@ -10,11 +10,14 @@ from the table on. Who asked before:
     others     all of the suite's other prompts
     edited     the answers are of the suite's prompts with some words changed (context_edits.jsonl); asked before were
                the suite's own, all 28, the near-identical one among them
-    again      the same prompts with other seeds (temperature 0.7 alone), all 28: an answer that is asked for once more
+    again      the same prompts (temperature 0.7 alone), all 28: an answer that is asked for once more
+
+At a temperature each of these has seeds of its own: with the same seed even another prompt's answer is alike.
 """
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +126,7 @@ def report_of(
     def shares(costs: Sequence[int]) -> list[tuple[float, float]]:
         return [(m, float(cost)) for m, cost in zip(made, costs, strict=True)]
 
-    plain = Speculation(way.mode, way.tree_budget, way.tree_top_k)
+    plain = replace(way, tree_context="off")
     off = shares([rounds(record, plain) for record in records])
     mix = shares([rounds(record, way) for record in records])
     both = shares(
@@ -147,7 +150,7 @@ def decode(args: Any, temperatures: Sequence[float]) -> Kept:
     ids = {prompt.id for prompt in suite}
     lines = EDITS.read_text(encoding="utf-8").splitlines()
     edited = [prompt for prompt in (Prompt(**json.loads(line)) for line in lines) if prompt.id in ids]
-    asked = {"suite": (suite, 0), "edited": (edited, 0), "again": (suite, BATCH * 100)}
+    asked = {"suite": (suite, 0), "edited": (edited, BATCH * 200), "again": (suite, BATCH * 100)}
     return {
         name: {
             heat: collect(engine, prompts, heat, args.max_tokens, seed=seed)["full"]
@@ -165,7 +168,7 @@ def main() -> None:
     options.add_argument("--max-tokens", type=int, default=128)
     options.add_argument("--budgets", default="5,16")
     options.add_argument("--top-k", type=int, default=Speculation().tree_top_k)
-    options.add_argument("--least", default="1,2,3", help="the shortest matches in the corpus that count")
+    options.add_argument("--least", default="1,4", help="the shortest matches in the corpus that count")
     options.add_argument("--temperatures", default="0,0.7")
     args = options.parse_args()
     temperatures = [float(value) for value in args.temperatures.split(",")]

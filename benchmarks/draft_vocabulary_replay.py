@@ -39,8 +39,8 @@ def main() -> None:
     cuts: dict[str, torch.Tensor | None] = {"full": None}
     cuts |= {size: torch.tensor(sorted(order[: int(size)])) for size in args.sizes.split(",")}
     found = collect(engine, load_prompts(args.limit), args.temperature, args.max_tokens, cuts)
-    ways = {"linear": Speculation("linear")}
-    ways |= {f"tree@{b}": Speculation("tree", int(b), args.top_k) for b in args.budgets.split(",")}
+    ways = {"linear": Speculation("linear", tree_context="off")}
+    ways |= {f"tree@{b}": Speculation("tree", int(b), args.top_k, tree_context="off") for b in args.budgets.split(",")}
     report: dict[str, Any] = machine() | {
         "prompts": len(found["full"]), "max_tokens": args.max_tokens, "temperature": args.temperature,
         "top_k": args.top_k,

@@ -157,8 +157,9 @@ def scripted_engine(
     config: Mapping[str, Any] | None = None,
     **speculation: Any,
 ) -> Engine:
-    """An engine on scripted parts; with no drafter, mode ar. config: fields of EngineConfig."""
-    chosen = Speculation(**speculation) if speculation or drafter else Speculation(mode="ar")
+    """An engine on scripted parts; with no drafter, mode ar; without a tree_context. config: fields of EngineConfig."""
+    asked = speculation if speculation or drafter else {"mode": "ar"}
+    chosen = Speculation(**{"tree_context": "off", **asked})
     return Engine(target, drafter, CharText(pieces), EngineConfig(speculation=chosen, **(config or {})))  # type: ignore[arg-type]
 
 

@@ -218,7 +218,7 @@ def test_requests_of_one_engine_choose_for_themselves_and_keep_their_texts_apart
 
 
 def test_only_what_needs_it_keeps_an_index():
-    for speculation in (Speculation("ar", tree_context="mix"), Speculation("tree"), Speculation("linear")):
+    for speculation in (Speculation("ar", tree_context="mix"), *(Speculation(m, tree_context="off") for m in DRAFTING)):
         assert SequenceContext.of(speculation, [1]) is None
     context = SequenceContext.of(Speculation("linear", tree_context="branch"), [1, 2])
     tokens, log_q = [[5, 2], [5, 6], [5, 6]], [[-0.1, -3.0]] * 3

@@ -23,7 +23,8 @@ def test_what_is_left_out_follows_the_device_and_what_is_given_stays(mode):
     assert numbers(Speculation(mode, tree_top_k=8).settled("cuda")) == (15, 8)
     assert numbers(Speculation(mode, 63, 4).settled("cpu")) == (63, 4)
     assert numbers(Speculation(mode).settled("some other device")) == (5, 8)
-    assert Speculation(mode, tree_spine=3).settled("cuda") == Speculation(mode, 15, 16, 3)
+    settled = Speculation(mode, tree_spine=3, tree_context="off").settled("cuda")
+    assert settled == Speculation(mode, 15, 16, 3, "off")
 
 
 def test_settling_twice_and_other_modes_of_it_change_nothing():

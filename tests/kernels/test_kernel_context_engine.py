@@ -23,7 +23,7 @@ LANES = [
     ([6, 7, 8, 6, 7], GREEDY, Speculation("linear", tree_context="branch")),
     (PHRASE, SamplingParams(max_tokens=13, temperature=0.4, seed=2, ignore_eos=True),
      Speculation("shadow-linear", 5, 2, 1, "mix")),
-    (PHRASE * 2, SamplingParams(max_tokens=6), Speculation("tree", 6, 2)),
+    (PHRASE * 2, SamplingParams(max_tokens=6), Speculation("tree", 6, 2, tree_context="off")),
     (PHRASE, SamplingParams(max_tokens=9, temperature=0.6, top_p=0.9, seed=3), Speculation("tree", 5, 2, 0, "branch")),
 ]  # fmt: skip
 
@@ -81,7 +81,7 @@ def test_rounds_equal_those_of_the_host(on_the_device):
     assert isinstance(made.scheduler._runner, DeviceRunner)
     found = answers(made, LANES)
     assert found == by_host(LANES)
-    plain = by_host([(prompt, params, Speculation("tree", 6, 2)) for prompt, params, _ in LANES])
+    plain = by_host([(prompt, params, Speculation("tree", 6, 2, 0, "off")) for prompt, params, _ in LANES])
     assert [tokens for tokens, *_ in found] == [tokens for tokens, *_ in plain]
     assert found[0][1] < plain[0][1], "the text helps"
 
@@ -125,6 +125,6 @@ def test_every_request_chooses_for_itself_and_auto_is_mix(on_the_device):
     made = engine()
     speculation = Speculation("tree", 6, 2, 0, "auto")
     assert made._request([1], GREEDY, speculation).lane.context == 2
-    assert made._request([1], GREEDY, Speculation("tree", 6, 2)).lane.context == 0
+    assert made._request([1], GREEDY, Speculation("tree", 6, 2, tree_context="off")).lane.context == 0
     assert made._request([1], GREEDY, LANES[0][2]).lane.context == 2
     assert made._request([1], GREEDY, LANES[4][2]).lane.context == 1

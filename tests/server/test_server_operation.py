@@ -13,6 +13,7 @@ import httpx
 import openai
 import pytest
 
+from ddtree.config import Speculation
 from ddtree.errors import InvalidOption
 from ddtree.server.context import current
 from ddtree.server.logs import Lines, RoundLog, log_to_stderr
@@ -50,7 +51,7 @@ async def test_server_info(http, engine):
     assert info["drafter"] == "scripted-drafter"
     assert info["device"] == "cpu"
     assert info["dtype"] == "float32"
-    tree = {"tree_budget": 5, "tree_top_k": 8, "tree_spine": 0, "tree_context": "off"}
+    tree = {"tree_budget": 5, "tree_top_k": 8, "tree_spine": 0, "tree_context": Speculation().tree_context}
     assert info["speculation"] == {"mode": "tree", **tree}
     assert info["limits"]["max_running_requests"] == 8
     assert info["limits"]["max_queue"] == 256

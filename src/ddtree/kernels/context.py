@@ -128,7 +128,8 @@ def build_with(
         slots: [B] int64, where in `texts` the sequences' texts are.
         said: written: what was said behind every row.
         the others: see ddtree.kernels.build.build.
-    Equals best_first, likeliest and union with Guesses over TextIndex.branch or Matches. Scores are float32 of sums and
+    Two launches: what any guess would be worth, then the rows. Equals best_first, likeliest and union with Guesses over
+    TextIndex.branch or Matches. Scores are float32 of sums and
     logarithms in float64; those of two libraries can round to different floats in about one of 10^8.
     Raises ValueError for shapes out of range.
     """

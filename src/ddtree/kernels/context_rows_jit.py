@@ -6,7 +6,7 @@ import triton.language as tl
 from triton.language.extra import libdevice
 
 from ddtree.kernels.common_jit import DEAD, INTERPRETED, follow, log_of, order_of
-from ddtree.kernels.context_jit import LONGEST, int_at
+from ddtree.kernels.context_jit import LEAST, LONGEST, MOST, int_at
 
 MINUS = tl.constexpr(float("-inf"))
 LEVELS = tl.constexpr(16)  # room for the levels of confidence
@@ -47,7 +47,8 @@ def weigh(
     if tl.load(settings + batch * 7 + 6) == 0:
         return
     level = tl.arange(0, LEVELS)
-    c = tl.load(confidence + tl.load(slots + batch) * 48 + 32 + level)
+    # Every level that is used lies between these; the others have no logarithm.
+    c = tl.minimum(tl.maximum(tl.load(confidence + tl.load(slots + batch) * 48 + 32 + level), LEAST), MOST)
     k = tl.arange(0, rank_block)
     line = batch * drafted + depth
     edge = tl.load(log_q + line * ranks + k, mask=k < ranks, other=MINUS)
