@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 VOCAB, LENGTH, DEPTHS = 4, 4, 4
 PROMPT = [2, 3, 1]
 FIRST = 2  # the certain first token of every answer
-TREE = Speculation(mode="tree", tree_budget=7, tree_top_k=3)
+TREE = Speculation(mode="tree", tree_budget=7, tree_top_k=3, tree_context="off")
 DRAWS, BATCH = 50_000, 200
 LIMIT = 1e-3  # p-value of the chi-square test
 
@@ -310,12 +310,12 @@ def test_the_trees_branch_and_the_drafter_is_off() -> None:
 
 SEEDS = [*range(150), -1, -(2**63), 2**63 - 1, *(s << 32 for s in range(1, 50))]
 MODES = [
-    Speculation(mode="linear"),
-    Speculation(mode="shadow-linear", tree_budget=7, tree_top_k=3),
+    Speculation(mode="linear", tree_context="off"),
+    Speculation(mode="shadow-linear", tree_budget=7, tree_top_k=3, tree_context="off"),
     TREE,
-    Speculation(mode="tree", tree_budget=1, tree_top_k=1),
-    Speculation(mode="tree", tree_budget=3, tree_top_k=4),
-    Speculation(mode="tree", tree_budget=60, tree_top_k=4, tree_spine=4),
+    Speculation(mode="tree", tree_budget=1, tree_top_k=1, tree_context="off"),
+    Speculation(mode="tree", tree_budget=3, tree_top_k=4, tree_context="off"),
+    Speculation(mode="tree", tree_budget=60, tree_top_k=4, tree_spine=4, tree_context="off"),
     Speculation(mode="tree", tree_budget=7, tree_top_k=3, tree_context="mix"),
 ]
 

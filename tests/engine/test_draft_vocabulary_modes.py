@@ -22,7 +22,7 @@ PARAMS = [
 ]
 # By frequency; half of what these prompts' answers hold.
 LIST = [4, 60, 17, 33, 8, 21, 50, 2, 41, 28, 12, 55, 37, 0, 19, 45, 9, 30, 26, 58]
-OPTIONS = {"tree_budget": 9, "tree_top_k": 4}
+OPTIONS = {"tree_budget": 9, "tree_top_k": 4, "tree_context": "off"}
 
 
 @pytest.fixture
