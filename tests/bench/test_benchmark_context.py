@@ -24,7 +24,7 @@ class Table:
         if len(self.asked) >= self._fails_after:
             raise RuntimeError("the card is gone")
         self.asked.append((way, params[0]))
-        rounds = ROUNDS[way.tree_context]
+        rounds = ROUNDS["off" if way.mode == "ar" else way.tree_context]
         return [
             Generation(
                 text="", token_ids=[3] * 9, finish_reason="length", mode=way.mode, rounds=rounds,
