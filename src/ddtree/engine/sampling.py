@@ -151,7 +151,7 @@ class RowSampler:
         self._greedy = temperature == 0 or params.top_k == 1
         self._filters = Filters(temperature, max(params.top_k, 0), float(params.top_p), float(params.min_p))
         self._filtered = self._filters.active(vocab)
-        self._seed, self._noise = seed, Noise(seed, vocab, device)
+        self._vocab, self._seed, self._noise = vocab, seed, Noise(seed, vocab, device)
         self._history = History(params, prompt, device)
         self._matcher = matcher
         self._min_tokens, self._output = params.min_tokens, 0
@@ -162,10 +162,8 @@ class RowSampler:
 
     @property
     def temperature(self) -> float | None:
-        """What a device needs to choose by itself (0: greedy); None where a row's history or a filter counts."""
-        if self.plain:
-            return 0.0
-        return None if self._processes or self._filtered or self._greedy else self._filters.temperature
+        """What a device needs to choose by itself, beside `kept` (0: greedy); None where a row's history counts."""
+        return None if self._processes else self.heat
 
     @property
     def heat(self) -> float:
@@ -173,10 +171,14 @@ class RowSampler:
         return 0.0 if self._greedy else self._filters.temperature
 
     @property
+    def kept(self) -> tuple[int, float, float] | None:
+        """What the filters keep, for a device: see kernels.Kept.write; None where they keep all, or the best is taken."""
+        return None if self._greedy else self._filters.numbers(self._vocab)
+
+    @property
     def masked(self) -> bool:
         """Whether `mask` is all that a device lacks to choose by itself."""
-        others = (self._filtered and not self._greedy) or self._history.active or len(self._ends) > 0
-        return self._matcher is not None and not others
+        return self._matcher is not None and not self._history.active and len(self._ends) == 0
 
     def mask(self, rows: HostRows) -> NDArray[np.int32]:
         """What the grammar lets follow each row: see Matcher.bits."""
