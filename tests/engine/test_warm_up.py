@@ -145,7 +145,7 @@ def test_which_rounds_are_graphs(graphs, observer, told, ran, monkeypatch):
     batch = SimpleNamespace(ops=ops[told], observer=observer, state=SimpleNamespace(path=None))
     whole = SimpleNamespace(logits=None, launch=lambda: SimpleNamespace(read=None))
     split = SimpleNamespace(logits=None, launch=lambda: None, settle=lambda batch: None, report=None)
-    runner._current = SimpleNamespace(batch=batch, alone=ops[False], told=ops[True], whole=whole, split=split)  # type: ignore[assignment]
+    runner._current = SimpleNamespace(batch=batch, alone=ops[False], told=ops[True], whole=whole, split=split, starved=False)  # type: ignore[assignment]
     monkeypatch.setattr("ddtree.engine.runner.run_round", lambda batch: SimpleNamespace(logits=None, report=report))
     pending = runner.launch(batch)  # type: ignore[arg-type]
     assert pending.ran == ran

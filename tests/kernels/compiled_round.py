@@ -103,7 +103,6 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
             "width": 128,
             "chunk_block": 2048,
             "segment_block": 64,
-            "k": k,
             "k_block": k,
             "bitonic": bitonic,
             "named": True,

@@ -19,6 +19,8 @@ from ddtree.engine.history import History
 from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.rows import HostRows, Matcher
 from ddtree.errors import DamagedFile, InvalidOption
+from ddtree.kernels import Kept, choose
+from ddtree.kernels.backend import usable
 from ddtree.tree import best
 
 __all__ = [
@@ -154,6 +156,7 @@ class RowSampler:
         self._vocab, self._seed, self._noise = vocab, seed, Noise(seed, vocab, device)
         self._history = History(params, prompt, device)
         self._matcher = matcher
+        self._told: tuple[Tensor, Tensor, Kept] | None = None  # what kernels are told of it
         self._min_tokens, self._output = params.min_tokens, 0
         ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -274,11 +277,25 @@ class RowSampler:
 
     def _filtered_best(self, scores: Tensor, positions: list[int]) -> Tensor:
         """The same of the tokens that the filters keep."""
+        if usable(scores.device):
+            return self._filtered_by_kernels(scores, positions)
         few, lacking = self._filters.narrow(scores)
         own = self._draw(few, positions)
         for row in lacking.nonzero().flatten().tolist():
             own[row] = self._draw(self._filters.wide(scores[row : row + 1]), positions[row : row + 1])[0]
         return own
+
+    def _filtered_by_kernels(self, scores: Tensor, positions: list[int]) -> Tensor:
+        """The same with the launches of a round's choice, where torch would take hundreds."""
+        device = scores.device
+        if self._told is None:
+            kept = Kept.allocate(1, device)
+            kept.write([self.kept])
+            seed, heat = torch.tensor([[self._seed], [-1]], device=device), torch.tensor([self.heat], dtype=torch.float64)
+            self._told = seed, heat.to(device), kept
+        seed, heat, kept = self._told
+        depths = torch.tensor([positions], device=device)  # of a root at position -1
+        return choose(scores.unsqueeze(0), seed[0], seed[1], depths, heat, kept=kept)[0]
 
     def _draw(self, candidates: Candidates, positions: list[int]) -> Tensor:
         """The candidate of the highest score, the lowest id on ties. Returns: [n] int64, -1 where there is none."""

@@ -293,6 +293,8 @@ class Scheduler:
         if request in self._running:
             self._running.remove(request)
             self._batch = None
+        if self._flight is not None and not any(other in self._running for other in self._flight.requests):
+            self._flight = None  # nobody is left to read it for
         if request.slot is not None:
             self._store.release(request.slot)
 
