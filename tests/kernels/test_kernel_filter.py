@@ -1,6 +1,7 @@
 """choose with filters against engine.sampling's choice among what engine.filters keeps."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ import torch
 from ddtree.config import SamplingParams
 from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler
-from ddtree.kernels import Allowed, Kept, choose
+from ddtree.kernels import Allowed, Kept, backend, choose
 from ddtree.kernels.choose import OFF, ChooseTiles
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # see test_kernel_choose.py
@@ -73,10 +74,12 @@ def run(
 
 def expected(logits: torch.Tensor, requests: list[SamplingParams], depths: list[list[int]]) -> list[list[int]]:
     found = []
-    for i, params in enumerate(requests):
-        sampler = RowSampler(params, 7 * i - 3, [1], logits.shape[-1], logits.device)
-        rows = HostRows([0] * len(depths[i]), [-1] + [0] * (len(depths[i]) - 1), depths[i])
-        found.append(sampler.choose(logits[i], rows, 11 * i).tolist())
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backend, "KINDS", set())  # torch's operations, also on a GPU
+        for i, params in enumerate(requests):
+            sampler = RowSampler(params, 7 * i - 3, [1], logits.shape[-1], logits.device)
+            rows = HostRows([0] * len(depths[i]), [-1] + [0] * (len(depths[i]) - 1), depths[i])
+            found.append(sampler.choose(logits[i], rows, 11 * i).tolist())
     return found
 
 
@@ -85,6 +88,13 @@ def check(logits: torch.Tensor, requests: list[SamplingParams], tiles: ChooseTil
     found = run(logits, requests, depths, tiles).tolist()
     assert found == expected(logits, requests, depths)
     return found
+
+
+def only_long(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test with LONG."""
+    for mark in LONG:
+        test = mark(test)
+    return test
 
 
 @pytest.mark.parametrize("kind", [KINDS[0], *(pytest.param(kind, marks=LONG) for kind in KINDS[1:])])
@@ -101,25 +111,26 @@ def test_odd_sizes(vocab: int, device: torch.device) -> None:
         SamplingParams(temperature=1.0, **filters)
         for filters in ({"top_p": 0.9}, {"top_k": 3}, {"top_k": 128, "top_p": 0.6}, {"min_p": 0.1})
     ]
-    for tiles in (SMALL, ChooseTiles()):
-        check(logits_of("normal", (4, 2, vocab), device, vocab), requests, tiles)
+    check(logits_of("normal", (4, 2, vocab), device, vocab), requests, ChooseTiles())
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, pytest.param(torch.float16, marks=LONG)])
+@only_long
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_ties_a_lot(dtype: torch.dtype, device: torch.device) -> None:
     requests = [SamplingParams(**{"temperature": 1.0, **filters}) for filters in FILTERS]
     check((logits_of("normal", (len(requests), 2, 1501), device, 5) / 4).to(dtype), requests)
 
 
+@only_long
 def test_the_same_tokens_turn_up(device: torch.device) -> None:
     """Draws reach exactly what is kept: no token behind the cut, the last one before it too."""
-    flat = torch.zeros(1, 24, 2**11, device=device)
-    reached = {"top_k": {3: [0, 1, 2]}, "top_p": {2**-10: [0, 1]}}
+    flat = torch.zeros(1, 24, 2**9, device=device)
+    reached = {"top_k": {3: [0, 1, 2]}, "top_p": {2**-8: [0, 1]}}
     for name, values in reached.items():
         for value, tokens in values.items():
             found = run(flat, [SamplingParams(temperature=1.0, **{name: value})], [list(range(24))])
             assert sorted(set(found[0].tolist())) == tokens
-    both = SamplingParams(temperature=1.0, top_k=100, top_p=0.02)
+    both = SamplingParams(temperature=1.0, top_k=50, top_p=0.04)
     assert set(run(flat, [both], [list(range(24))])[0].tolist()) == {0, 1}
 
 
@@ -140,16 +151,16 @@ def test_poisoned_buffers_and_rows_that_are_no_numbers(device: torch.device) -> 
 
 def test_a_token_depends_on_its_row_alone(device: torch.device) -> None:
     """The same logits and absolute position, at other depths, rows and places in the batch."""
-    logits = logits_of("normal", (1, 1, 3000), device).expand(2, 3, 3000).contiguous()
+    logits = logits_of("normal", (1, 1, 1200), device).expand(2, 3, 1200).contiguous()
     both = [SamplingParams(temperature=1.5, top_p=0.9)] * 2
     seeds, positions = torch.tensor([5, 5], device=device), torch.tensor([10, 12], device=device)
     depths = torch.tensor([[0, 2, 4], [2, 0, 1]], device=device)
     heat = torch.full((2,), 1.5, dtype=torch.float64, device=device)
-    own = choose(logits, seeds, positions, depths, heat, SMALL, kept=kept_of(both, 3000, device))
+    own = choose(logits, seeds, positions, depths, heat, SMALL, kept=kept_of(both, 1200, device))
     assert own[0, 1] == own[1, 1]
     assert own[0, 2] == own[1, 0]
     alone = choose(
-        logits[:1, 2:], seeds[:1], positions[:1], depths[:1, 2:], heat[:1], kept=kept_of(both[:1], 3000, device)
+        logits[:1, 2:], seeds[:1], positions[:1], depths[:1, 2:], heat[:1], kept=kept_of(both[:1], 1200, device)
     )
     assert alone[0, 0] == own[0, 2], "with other tiles, too"
 
@@ -180,3 +191,20 @@ def test_what_is_written_of_filters() -> None:
     assert kept.top_p.tolist() == [1, 0.5, 1, 1]
     kept.write([])
     assert kept.active.tolist() == [False] * 4
+
+
+def test_a_sampler_s_own_choice_goes_through_the_kernels(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a penalty keeps a sequence with the host: the tokens that torch's operations choose."""
+    logits, params = (
+        logits_of("grid", (4, 1003), device),
+        SamplingParams(temperature=1.1, top_p=0.8, presence_penalty=1.0),
+    )
+    rows, found = HostRows([0, 5, 6, 7], [-1, 0, 1, 0], [0, 1, 2, 1]), []
+    for kinds in (set(), {device.type}):
+        monkeypatch.setattr(backend, "KINDS", kinds)
+        sampler = RowSampler(params, 3, [1, 2], 1003, device)
+        found.append([sampler.choose(logits, rows, 9).tolist()])
+        sampler.commit([5, 17])
+        found[-1].append(sampler.choose(logits, rows, 11).tolist())
+    assert found[0] == found[1]
+    assert sampler._told is not None

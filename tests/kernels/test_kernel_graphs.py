@@ -13,6 +13,7 @@ import torch
 from ddtree.config import EngineConfig, Grammar, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine, RoundRecord, Text, static
+from ddtree.engine import graphs as recorded
 from ddtree.engine.following import GrammarMatcher
 from ddtree.engine.observer import Unobserved
 from ddtree.engine.prompts import Prompts
@@ -224,7 +225,8 @@ def test_filtered_tokens_are_the_same_in_every_mode(lane, either, device, monkey
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="captures that fail are fakes")
-@pytest.mark.parametrize("lane", [TOP_P, pytest.param(GRAMMAR, marks=LONG)], ids=["one graph", "two graphs"])
+@pytest.mark.full
+@pytest.mark.parametrize("lane", [TOP_P, GRAMMAR], ids=["one graph", "two graphs"])
 def test_a_round_that_finds_no_memory_goes_without_its_graph(lane, scripted, device, monkeypatch, caplog) -> None:
     """It says so, once; no request fails. A capture that ends in an error of its own counts as well."""
     monkeypatch.setattr(backend, "KINDS", {device.type})
@@ -252,10 +254,8 @@ def test_a_round_that_finds_no_memory_goes_without_its_graph(lane, scripted, dev
 def test_kept_shapes_make_way_for_a_capture(scripted, device, monkeypatch, caplog) -> None:
     """Memory that runs out is asked for again, once what only lay ready is gone; other errors are not hidden."""
     with graphs(device, monkeypatch):
-        from ddtree.engine import graphs as recorded
-
-        engine, record = scripted(), recorded.Recorded
-        answers(engine, [PLAIN])
+        engine, record, short = scripted(), recorded.Recorded, replace(PLAIN[1], max_tokens=2)
+        answers(engine, [(TREE, short)])
         made = engine.scheduler._runner._made
 
         def fail_beside_others(step, pool):
@@ -264,7 +264,7 @@ def test_kept_shapes_make_way_for_a_capture(scripted, device, monkeypatch, caplo
             return record(step, pool)
 
         monkeypatch.setattr(recorded, "Recorded", fail_beside_others)
-        _, records = answers(engine, [(LINEAR, PLAIN[1])])
+        _, records = answers(engine, [(LINEAR, short)])
         assert records.ways == {"graph"}
         assert [one.shape.width for one in made.all()] == [5]
         assert not caplog.records
@@ -274,7 +274,7 @@ def test_kept_shapes_make_way_for_a_capture(scripted, device, monkeypatch, caplo
 
         monkeypatch.setattr(recorded, "Recorded", break_)
         with pytest.raises(RuntimeError, match="illegal"):
-            answers(engine, [PLAIN])
+            answers(engine, [(TREE, short)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only fakes tell the order")

@@ -31,8 +31,8 @@ def standing_on(device: torch.device) -> AbstractContextManager[object]:
 def deliver(there: Tensor, values: Tensor) -> None:
     """Copy values of the host into a tensor, which may be on a GPU, without waiting for what that still has to do.
 
-    Memory that is not pinned would be copied behind everything launched, while the host waits. torch gives pinned memory
-    to somebody else only when the copy out of it is done.
+    Memory that is not pinned would be copied behind everything launched, while the host waits. torch gives pinned
+    memory to somebody else only when the copy out of it is done.
     """
     there.copy_(values.pin_memory() if there.device.type == "cuda" else values, non_blocking=True)
 

@@ -44,7 +44,7 @@ class Filters:
         return 0 < self.top_k < vocab or self.top_p < 1 or self.min_p > 0
 
     def numbers(self, vocab: int) -> tuple[int, float, float] | None:
-        """What the kernels are told: top_k, top_p and the distance min_p allows, see kernels.Kept; None if all are off."""
+        """top_k, top_p and the distance to the best that min_p allows, as kernels.Kept has them; None: all off."""
         if not self.active(vocab):
             return None
         drop = self.temperature * log(self.min_p) if self.min_p > 0 else -inf

@@ -140,8 +140,8 @@ class DeviceRunner:
     def prepare(self, lane: Lane, most: int) -> None:
         """Before anybody waits: capture the rounds of up to `most` sequences such as this one, by `prepared_shapes`.
 
-        Both kinds: neither is to wait, and grammars are common. Without graphs the kernels are compiled. The rounds run on
-        the spare slot, for sequences that are done.
+        Both kinds: grammars are common, too. Without graphs the kernels are compiled. The rounds run on the spare slot,
+        for sequences that are done.
         """
         for shape in prepared_shapes(lane, most):
             captured = self._made.get(shape, stays=True)

@@ -175,7 +175,7 @@ class RowSampler:
 
     @property
     def kept(self) -> tuple[int, float, float] | None:
-        """What the filters keep, for a device: see kernels.Kept.write; None where they keep all, or the best is taken."""
+        """What the filters keep, as kernels.Kept.write has it; None where that is all, or the best is taken."""
         return None if self._greedy else self._filters.numbers(self._vocab)
 
     @property
@@ -291,7 +291,10 @@ class RowSampler:
         if self._told is None:
             kept = Kept.allocate(1, device)
             kept.write([self.kept])
-            seed, heat = torch.tensor([[self._seed], [-1]], device=device), torch.tensor([self.heat], dtype=torch.float64)
+            seed, heat = (
+                torch.tensor([[self._seed], [-1]], device=device),
+                torch.tensor([self.heat], dtype=torch.float64),
+            )
             self._told = seed, heat.to(device), kept
         seed, heat, kept = self._told
         depths = torch.tensor([positions], device=device)  # of a root at position -1

@@ -27,7 +27,7 @@ class Allowed:
 
 @dataclass(frozen=True)
 class Kept:
-    """Which tokens each sequence's filters keep, as engine.filters.Filters has it: numbers that may change at any time."""
+    """Which tokens each sequence's filters keep, as engine.filters.Filters has it: every launch reads them anew."""
 
     active: Tensor  # [B] bool: whether anything is filtered; no temperature of such a sequence is 0
     top_k: Tensor  # [B] int64, at least 1; OFF keeps all
