@@ -127,6 +127,17 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
                 )
 
 
+def rehearse_choices(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what samplers of their own launch on a GPU: for a prompt's last row, and behind penalties.
+
+    dtype: of the logits.
+    """
+    logits = torch.zeros(1, vocab, dtype=dtype, device=device)
+    for penalty in (0.0, 1.0):
+        params = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=penalty)
+        RowSampler(params, 0, [0], vocab, device).choose(logits, HostRows.root(0), 0)
+
+
 class RowSampler:
     """Chooses the tokens of one sequence: of every row of its tree, each by the history of the row's own path."""
 
@@ -156,7 +167,7 @@ class RowSampler:
         self._vocab, self._seed, self._noise = vocab, seed, Noise(seed, vocab, device)
         self._history = History(params, prompt, device)
         self._matcher = matcher
-        self._told: tuple[Tensor, Tensor, Kept] | None = None  # what kernels are told of it
+        self._told: tuple[Tensor, Tensor, Tensor, Kept] | None = None  # what kernels are told of it
         self._min_tokens, self._output = params.min_tokens, 0
         ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -220,7 +231,13 @@ class RowSampler:
             return greedy(scores)
         self._noise.forget(position + 1)
         positions = [position + depth + 1 for depth in rows.depths]
-        return self._filtered_best(scores, positions) if self._filtered else self._noisy_best(scores, positions)
+        if not self._filtered:
+            return self._noisy_best(scores, positions)
+        if usable(
+            scores.device
+        ):  # in the dtype that rounds have, where nothing was changed: no other kernel is compiled
+            return self._filtered_by_kernels(scores if self._processes else logits, positions)
+        return self._filtered_best(scores, positions)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer goes on by these tokens, in order.
@@ -277,8 +294,6 @@ class RowSampler:
 
     def _filtered_best(self, scores: Tensor, positions: list[int]) -> Tensor:
         """The same of the tokens that the filters keep."""
-        if usable(scores.device):
-            return self._filtered_by_kernels(scores, positions)
         few, lacking = self._filters.narrow(scores)
         own = self._draw(few, positions)
         for row in lacking.nonzero().flatten().tolist():
@@ -291,14 +306,11 @@ class RowSampler:
         if self._told is None:
             kept = Kept.allocate(1, device)
             kept.write([self.kept])
-            seed, heat = (
-                torch.tensor([[self._seed], [-1]], device=device),
-                torch.tensor([self.heat], dtype=torch.float64),
-            )
-            self._told = seed, heat.to(device), kept
-        seed, heat, kept = self._told
+            heat = torch.tensor([self.heat], dtype=torch.float64, device=device)
+            self._told = torch.tensor([self._seed], device=device), torch.tensor([-1], device=device), heat, kept
+        seed, position, heat, kept = self._told
         depths = torch.tensor([positions], device=device)  # of a root at position -1
-        return choose(scores.unsqueeze(0), seed[0], seed[1], depths, heat, kept=kept)[0]
+        return choose(scores.unsqueeze(0), seed, position, depths, heat, kept=kept)[0]
 
     def _draw(self, candidates: Candidates, positions: list[int]) -> Tensor:
         """The candidate of the highest score, the lowest id on ties. Returns: [n] int64, -1 where there is none."""
