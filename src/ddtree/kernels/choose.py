@@ -145,7 +145,7 @@ def _filter(
         torch.empty((batch, rows, segments, STEPS), dtype=dtype, device=device)
         for dtype in (torch.int64, torch.int32, torch.float64, torch.int32)
     ]
-    maxima, chosen = torch.empty((2, batch, rows, chunks), dtype=torch.int32, device=device)
+    maxima, chosen = (torch.empty((batch, rows, chunks), dtype=torch.int32, device=device) for _ in range(2))
     active, unit = kept.active.view(torch.uint8), 2.0 ** (62 - columns.bit_length())  # as Filters has it
     shape = {"width": WIDTH, "segment_block": power_of_two(segments), "steps": STEPS, "unit": unit}
     shape |= {"masked": asked[8] is not keys} | overlap(device)
