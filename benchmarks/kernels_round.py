@@ -84,7 +84,7 @@ def time_choose(options: argparse.Namespace) -> Iterator[Timed]:
 
 
 def time_filters(options: argparse.Namespace) -> Iterator[Timed]:
-    """Rows with filters, and without one in the same launches; bf16, peaked, less so, and all equal. Beside one sort."""
+    """Rows with filters, and without one in the same launches; peaked, less so, all equal. Beside one sort."""
     filters = {"none": None, "top_p 0.9": (OFF, 0.9, -math.inf), "top_k 50": (50, 1.0, -math.inf)}
     filters |= {"top_k 20, top_p 0.95": (20, 0.95, -math.inf), "min_p 0.05": (OFF, 1.0, math.log(0.05))}
     rows, vocab = 16, options.vocab
