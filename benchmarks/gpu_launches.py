@@ -3,8 +3,9 @@
     python benchmarks/gpu_launches.py --output benchmarks/results/launches.json
     python benchmarks/gpu_launches.py --model MODEL --drafter DRAFTER --device cuda --eager
 
-One sequence at a time, of a real pair. Per variant (plain decoding, linear, shadow-linear, tree, tree held to a JSON
-schema, tree with top_p) torch.profiler looks at `--rounds` rounds behind the first ones:
+A real pair, one sequence at a time but for the last variants. Per variant (plain decoding, linear, shadow-linear,
+tree; tree with a JSON schema, temperature alone, top_p, top_k, both, min_p, a penalty; four sequences, of which none
+or three have filters) torch.profiler looks at `--rounds` rounds behind the first ones:
   launches, graphs, copies, synchronisations   calls of the host in a round, summed by kind; `calls` has them by name
   device_ms    sum of what ran on the card in a round
   waiting_ms   of the host in synchronisations, host_ms the rest of the round's wall time, both under the profiler
@@ -71,6 +72,7 @@ class Variant:
     engine: Engine
     speculation: Speculation
     params: SamplingParams
+    beside: tuple[SamplingParams, ...] = ()  # of sequences that run along
 
 
 class Ways(Unobserved):
@@ -90,6 +92,8 @@ def variants(engine: Engine, budget: int, max_tokens: int) -> dict[str, Variant]
     """By name."""
     free = SamplingParams(max_tokens=max_tokens, ignore_eos=True, seed=1)
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
+    heated = replace(free, temperature=0.8)
+    top_p, top_k, min_p = replace(heated, top_p=0.9), replace(heated, top_k=50), replace(heated, min_p=0.05)
     tree = Speculation("tree", tree_budget=budget, tree_top_k=min(budget, 16))
     return {
         "ar": Variant(engine.without_drafter(), Speculation("ar"), free),
@@ -97,7 +101,14 @@ def variants(engine: Engine, budget: int, max_tokens: int) -> dict[str, Variant]
         "shadow-linear": Variant(engine, replace(tree, mode="shadow-linear"), free),
         "tree": Variant(engine, tree, free),
         "tree, JSON schema": Variant(engine, tree, replace(free, ignore_eos=False, grammar=grammar)),
-        "tree, top_p": Variant(engine, tree, replace(free, temperature=0.8, top_p=0.9)),
+        "tree, temperature": Variant(engine, tree, heated),
+        "tree, top_p": Variant(engine, tree, top_p),
+        "tree, top_k": Variant(engine, tree, top_k),
+        "tree, top_k and top_p": Variant(engine, tree, replace(heated, top_k=20, top_p=0.95)),
+        "tree, min_p": Variant(engine, tree, min_p),
+        "tree, top_p and a penalty": Variant(engine, tree, replace(top_p, presence_penalty=0.5)),
+        "tree, four sampled": Variant(engine, tree, heated, (heated,) * 3),
+        "tree, four, three with filters": Variant(engine, tree, heated, (top_p, top_k, min_p)),
     }
 
 
@@ -109,7 +120,8 @@ class Running:
         self.observer = Ways()
         self._scheduler = variant.engine.scheduler
         self._scheduler.observer = self.observer
-        self._request: Request = self._scheduler.add(prompt, variant.params, variant.speculation)
+        asked = (variant.params, *variant.beside)
+        self._requests: list[Request] = [self._scheduler.add(prompt, one, variant.speculation) for one in asked]
         while sum(self.observer.ways.values()) < SKIPPED:
             self._step()
         self.observer.ways.clear()
@@ -122,7 +134,8 @@ class Running:
 
     def end(self) -> None:
         """Give the request up."""
-        self._scheduler.abort(self._request)
+        for request in self._requests:
+            self._scheduler.abort(request)
 
     def _step(self) -> None:
         if not self._scheduler.has_work:
@@ -186,7 +199,7 @@ def measure(args: argparse.Namespace) -> dict[str, Any]:
     config = EngineConfig(
         model=args.model, drafter=args.drafter, device=args.device, dtype=args.dtype, cuda_graphs=not args.eager,
         speculation=Speculation("tree", tree_budget=args.budget, tree_top_k=min(args.budget, 16)),
-        max_running_requests=1, max_tree_budget=args.budget, prefix_caching=False, max_model_len=args.context,
+        max_running_requests=4, max_tree_budget=args.budget, prefix_caching=False, max_model_len=args.context,
     )  # fmt: skip
     engine = Engine.load(config)
     started = time.perf_counter()

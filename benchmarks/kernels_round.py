@@ -11,9 +11,11 @@ Triton's interpreter (TRITON_INTERPRET=1), on small sizes.
 
 import argparse
 import json
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -21,8 +23,8 @@ import torch
 
 from common import finish, machine, parser
 from ddtree.engine.sampling import greedy
-from ddtree.kernels import Plan, PlanRow, accept, advance, build, choose, settle
-from ddtree.kernels.choose import ChooseTiles
+from ddtree.kernels import Kept, Plan, PlanRow, accept, advance, build, choose, settle
+from ddtree.kernels.choose import OFF, ChooseTiles
 from ddtree.kernels.select import SelectTiles, select
 from ddtree.tree import RoundState, top_k
 from kernels_round_checks import commit_by_torch, draw_answers, draw_scores, run_checks
@@ -79,6 +81,26 @@ def time_choose(options: argparse.Namespace) -> Iterator[Timed]:
             for tiles in variants if rows in (16, 64) else []:
                 yield f"choose {at} hot {tiles}", lambda _, a=args, t=tiles: choose(*a, t)
         yield f"torch greedy {batch} x {rows} x {vocab} hot", lambda _, a=logits: greedy(a)
+
+
+def time_filters(options: argparse.Namespace) -> Iterator[Timed]:
+    """Rows with filters, and without one in the same launches; peaked, less so, all equal. Beside one sort."""
+    filters = {"none": None, "top_p 0.9": (OFF, 0.9, -math.inf), "top_k 50": (50, 1.0, -math.inf)}
+    filters |= {"top_k 20, top_p 0.95": (20, 0.95, -math.inf), "min_p 0.05": (OFF, 1.0, math.log(0.05))}
+    rows, vocab = 16, options.vocab
+    depths, seed = torch.arange(rows, device="cuda").unsqueeze(0), torch.tensor([5], device="cuda")
+    heat = torch.ones(1, dtype=torch.float64, device="cuda")
+    for scale in (4.0, 2.0, 0.0):
+        logits = (scale * torch.randn(1, rows, vocab, device="cuda")).bfloat16()
+        for name, numbers in filters.items():
+            kept = Kept.allocate(1, torch.device("cuda"))
+            kept.write([numbers])
+            call = partial(choose, logits, seed, seed, depths, heat, kept=kept)
+            yield (
+                f"choose 1 x {rows} x {vocab}, {name}, logits of deviation {scale:g}, hot",
+                lambda _, call=call: call(),
+            )
+    yield f"torch sort {rows} x {vocab} hot", lambda _: logits[0].sort(descending=True, stable=True)
 
 
 def time_accept(_: argparse.Namespace) -> Iterator[Timed]:
@@ -141,7 +163,7 @@ def by_kernel(call: Callable[[int], Any]) -> dict[str, float]:
 def run_times(options: argparse.Namespace) -> dict[str, Any]:
     """Name -> figures, or what went wrong."""
     results: dict[str, Any] = {}
-    for part in (time_select, time_build, time_choose, time_accept):
+    for part in (time_select, time_build, time_choose, time_filters, time_accept):
         for name, call in part(options):
             if options.only not in name:
                 continue

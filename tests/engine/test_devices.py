@@ -8,7 +8,7 @@ import torch
 from ddtree.config import MODES, EngineConfig, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine
-from ddtree.engine.device import choose_device, choose_dtype, standing_on
+from ddtree.engine.device import choose_device, choose_dtype, deliver, standing_on
 from ddtree.engine.runner import DeviceRunner
 from ddtree.errors import InvalidOption
 from ddtree.target import LlamaTarget
@@ -124,3 +124,21 @@ def test_kernels_are_launched_on_the_chosen_gpu() -> None:
     assert isinstance(standing_on(torch.device("cuda:1")), torch.cuda.device)
     with standing_on(torch.device("cpu")):
         pass
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_what_is_delivered_arrives_whatever_is_delivered_behind_it(device: str) -> None:
+    """Of several deliveries to one place each is read by what is launched behind it, and the host waits for none."""
+    there, found = torch.zeros(300, dtype=torch.int64, device=device), []
+    if device == "cuda":
+        deliver(there, torch.zeros(300, dtype=torch.int64))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(200_000_000)  # about a tenth of a second
+        event = torch.cuda.Event()
+    for number in range(5):
+        deliver(there, torch.full((300,), number))
+        found.append(there.clone())
+    if device == "cuda":
+        event.record()
+        assert not event.query(), "the host has waited"
+    assert [(one == number).all().item() for number, one in enumerate(found)] == [True] * 5

@@ -163,6 +163,38 @@ def test_an_abort_frees_the_slot_at_once_wherever_the_request_is():
     assert drive_one(engine, [2]) == drive_one(engine_for(3, mode="tree"), [2])
 
 
+def test_an_abort_drops_a_launched_round_that_nobody_is_left_for():
+    """Read all the same, it would cost the next request a step in which nothing comes."""
+    engine = engine_for(3, config={"max_running_requests": 3}, mode="tree")
+    scheduler, runner = engine.scheduler, engine.scheduler._runner
+    expected = [[chunk.token_ids for chunk in chunks] for chunks in drive_all(engine, [[2]])]
+    runner.runs_ahead = lambda batch: True  # a round is launched before the one before it is read, as on a GPU
+    one, two = (scheduler.add([token], LONG, engine.speculation) for token in (0, 1))
+    for _ in range(3):
+        scheduler.step()
+    flight = scheduler._flight
+    assert flight is not None
+    assert flight.requests == [one, two]
+    scheduler.abort(one)
+    assert scheduler._flight is flight, "it is the other one's as well"
+    scheduler.abort(two)
+    assert scheduler._flight is None
+    runner.runs_ahead = lambda batch: False
+    assert [[chunk.token_ids for chunk in chunks] for chunks in drive_all(engine, [[2]])] == expected
+
+
+def drive_all(engine, prompts):
+    """Every step's chunk of each request; a step without one shows as too many steps."""
+    requests = [engine.scheduler.add(prompt, LONG, engine.speculation) for prompt in prompts]
+    chunks, steps = {request: [] for request in requests}, 0
+    while engine.scheduler.has_work:
+        news, steps = engine.scheduler.step(), steps + 1
+        for request, chunk in news:
+            chunks[request].append(chunk)
+    assert steps == max(len(found) for found in chunks.values())
+    return list(chunks.values())
+
+
 def drive_one(engine, prompt):
     return engine.generate([prompt], [LONG])[0].token_ids
 

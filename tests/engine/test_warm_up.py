@@ -93,6 +93,31 @@ def test_shapes_that_requests_choose_do_not_add_up():
     assert made == [shape(3)]
 
 
+def test_kept_shapes_go_where_memory_is_short():
+    """One after another until there is enough; all of them where an allocation fails; never one that was prepared."""
+    shapes = [Shape(batch=1, width=width, depth=3, ranks=2, shadows=False, ends=8) for width in range(1, 8)]
+    batch, most = SimpleNamespace(ends=torch.zeros(1)), 9
+
+    def make(shape: Shape) -> SimpleNamespace:
+        if len(kept.all()) >= most:
+            raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+        return SimpleNamespace(shape=shape, stays=False, batch=batch)
+
+    kept = StaticBatches(make, lambda: len(kept.all()) >= 4)  # type: ignore[arg-type, return-value]
+    kept.get(shapes[0], stays=True)
+    for shape in shapes[1:6]:
+        kept.get(shape)
+    assert [made.shape for made in kept.all()] == [shapes[0], *shapes[3:6]]
+    most = 2
+    latest = kept.get(shapes[6])
+    assert [made.shape for made in kept.all()] == [shapes[0], shapes[6]]
+    assert kept.give_up(latest) == 0
+    most = 1
+    with pytest.raises(torch.OutOfMemoryError):
+        kept.get(shapes[1])
+    assert [made.shape for made in kept.all()] == [shapes[0]]
+
+
 def test_on_a_cpu_there_is_nothing_to_do(monkeypatch):
     engine = engine_for(1)
     monkeypatch.setattr(engine.scheduler, "warm_up", lambda lane: pytest.fail("it was warmed up"))
@@ -145,7 +170,9 @@ def test_which_rounds_are_graphs(graphs, observer, told, ran, monkeypatch):
     batch = SimpleNamespace(ops=ops[told], observer=observer, state=SimpleNamespace(path=None))
     whole = SimpleNamespace(logits=None, launch=lambda: SimpleNamespace(read=None))
     split = SimpleNamespace(logits=None, launch=lambda: None, settle=lambda batch: None, report=None)
-    runner._current = SimpleNamespace(batch=batch, alone=ops[False], told=ops[True], whole=whole, split=split)  # type: ignore[assignment]
+    runner._current = SimpleNamespace(
+        batch=batch, alone=ops[False], told=ops[True], whole=whole, split=split, starved=False
+    )  # type: ignore[assignment]
     monkeypatch.setattr("ddtree.engine.runner.run_round", lambda batch: SimpleNamespace(logits=None, report=report))
     pending = runner.launch(batch)  # type: ignore[arg-type]
     assert pending.ran == ran

@@ -22,6 +22,7 @@ from ddtree.kernels import (
     context_build_jit,
     context_jit,
     context_rows_jit,
+    filter_jit,
     gather_jit,
     matmul_jit,
     norm_jit,
@@ -33,8 +34,8 @@ from ddtree.kernels import (
 POINTERS = {
     **dict.fromkeys(["maxima", "masks"], "i32"),
     **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms"], "fp32"),
-    **dict.fromkeys(["member", "tree", "done", "ended", "limited"], "u8"),
-    **dict.fromkeys(["temperatures"], "fp64"),
+    **dict.fromkeys(["member", "tree", "done", "ended", "limited", "active"], "u8"),
+    **dict.fromkeys(["temperatures", "drops", "top_ps"], "fp64"),
 }
 INT64 = {
     *(
@@ -94,15 +95,15 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         shape = {"width": 128, "per_segment": 32}
         yield f"select.scan {dtype}", compiled(select_jit.scan, capability, shape, dtype)
         for masked in (False, True):
-            shape = {"block": 4096, "masked": masked}
+            shape = {"block": 4096, "masked": masked, "filtered": True}
             yield f"choose.scan {dtype} masked{masked:d}", compiled(choose_jit.scan, capability, shape, dtype)
+            yield from filters(capability, dtype, masked)
     yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
     for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
         shape = {
             "width": 128,
             "chunk_block": 2048,
             "segment_block": 64,
-            "k": k,
             "k_block": k,
             "bitonic": bitonic,
             "named": True,
@@ -118,6 +119,17 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         yield f"accept {block}", compiled(accept_jit.accept, capability, shape)
     yield "accept.advance", compiled(accept_jit.advance, capability, {"block": 32}, warps=1)
     yield from layers(capability, every=every)
+
+
+def filters(capability: int, dtype: str, masked: bool) -> Iterator[tuple[str, Any]]:
+    """What top_k, top_p and min_p add to the choice, for 262,144 tokens."""
+    types = {"weights": "*i64", "counts": "*i32", "scores": "*fp64", "tokens": "*i32", "chosen": "*i32"}
+    types |= {"top_ks": "*i64"}
+    shape = {"width": 128, "segment_block": 64, "steps": 6, "unit": 2.0**43, "masked": masked}
+    kernel, name = filter_jit.weigh, f"{dtype} masked{masked:d}"
+    yield f"filter.weigh {name}", compiled(kernel, capability, shape | {"block": 4096}, dtype, warps=16, types=types)
+    shape |= {"chunk_block": 2048, "tile": 8, "step_block": 8}
+    yield f"filter.pick {name}", compiled(filter_jit.pick, capability, shape, dtype, warps=8, types=types)
 
 
 def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

@@ -27,7 +27,8 @@ def check(report: dict[str, list[int]], capability: int) -> None:
     for name, (shared, registers, stack) in report.items():
         assert shared <= SHARED[capability], name
         assert registers <= 255, name
-        assert stack <= (64 if "bitonic1" in name else 0), name
+        # filter.pick has one program a row, and ptxas makes room for three of them where the third does not quite fit.
+        assert stack <= (64 if "bitonic1" in name or "filter.pick" in name else 0), name
 
 
 def test_sm_90() -> None:

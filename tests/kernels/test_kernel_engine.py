@@ -25,7 +25,17 @@ LANES = [
     (Speculation("ar"), SamplingParams(max_tokens=4, ignore_eos=True)),
     (Speculation("tree", 5, 2, 2), SamplingParams(max_tokens=6, temperature=0.7, seed=5, ignore_eos=True)),
 ]
-HOST_LANE = (Speculation("tree", 7, 3), SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2))
+HOST_LANE = (
+    Speculation("tree", 7, 3),
+    SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2, presence_penalty=0.5),
+)
+FILTERED = [
+    (Speculation("tree", 7, 3), SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=1, ignore_eos=True)),
+    (Speculation("linear"), SamplingParams(max_tokens=6, temperature=0.9, top_k=5, seed=2, ignore_eos=True)),
+    (Speculation("ar"), SamplingParams(max_tokens=4, temperature=1.2, min_p=0.2, seed=3, ignore_eos=True)),
+    (Speculation("shadow-linear", 6, 4), SamplingParams(max_tokens=5, temperature=0.7, top_k=9, top_p=0.6, seed=4)),
+    LANES[1],
+]
 CONTEXTS = [
     (replace(speculation, tree_context=context), replace(params, max_tokens=20))
     for (speculation, params), context in zip(LANES, ["mix", "branch", "mix", "off", "branch"], strict=True)
@@ -81,13 +91,14 @@ def facts(generation) -> tuple:
     [
         (LANES, None),
         ([*LANES[:2], HOST_LANE], None),
+        (FILTERED, None),
         (CONTEXTS, None),
         ([*CONTEXTS[:2], HOST_LANE], None),
         (LANES[:3], range(1, 61, 2)),
         (CONTEXTS[:2], range(1, 61, 2)),
     ],
     ids=[
-        "device alone", "with the host's part", "with texts", "with texts and the host's part",
+        "device alone", "with the host's part", "filters", "with texts", "with texts and the host's part",
         "drafts of a part of the vocabulary", "and with texts",
     ],
 )  # fmt: skip

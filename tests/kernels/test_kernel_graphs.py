@@ -13,6 +13,7 @@ import torch
 from ddtree.config import EngineConfig, Grammar, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter
 from ddtree.engine import Engine, RoundRecord, Text, static
+from ddtree.engine import graphs as recorded
 from ddtree.engine.following import GrammarMatcher
 from ddtree.engine.observer import Unobserved
 from ddtree.engine.prompts import Prompts
@@ -38,6 +39,9 @@ SAMPLED: Lane = (LINEAR, SamplingParams(max_tokens=7, temperature=1.3, seed=4, g
 SHADOWED: Lane = (SHADOW, SamplingParams(max_tokens=5, temperature=0.7, seed=5, grammar=WORDS, logprobs=1))
 OWN_TEXT: Lane = (replace(TREE, tree_context="mix"), GRAMMAR[1])
 ALONE: Lane = (Speculation("ar"), SamplingParams(max_tokens=3, seed=6, grammar=JSON))
+TOP_P: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, top_p=0.7, seed=3, ignore_eos=True))
+TOP_K: Lane = (LINEAR, SamplingParams(max_tokens=4, temperature=1.3, top_k=6, top_p=0.9, seed=4, ignore_eos=True))
+MIN_P: Lane = (SHADOW, SamplingParams(max_tokens=4, temperature=0.8, min_p=0.3, seed=5, ignore_eos=True))
 # Only where they run in the interpreter.
 LONG = [] if torch.cuda.is_available() else [pytest.mark.full]
 
@@ -54,6 +58,7 @@ MIXES = [
     pytest.param([GRAMMAR, TOLD, PLAIN], id="a filter", marks=LONG),
     pytest.param([SAMPLED, SHADOWED, ALONE, GRAMMAR], id="all modes", marks=LONG),
     pytest.param([OWN_TEXT, TOLD], id="its own text", marks=LONG),
+    pytest.param([(LINEAR, replace(SAMPLED[1], top_p=0.8, top_k=9)), TOP_P], id="a filter and a grammar", marks=LONG),
 ]
 
 
@@ -185,6 +190,91 @@ def test_two_graphs_give_the_tokens_of_the_host(make, request, device, lanes, mo
         assert any(made.split for made in runner._made.all())
     if events is not None:
         assert sum(event.startswith("replay") for event in events) >= 2 * len(records.found)
+
+
+@pytest.mark.parametrize("lanes", [
+    [TOP_P, PLAIN], pytest.param([TOP_K, MIN_P, TOP_P], marks=LONG), pytest.param([PLAIN, TOP_K], marks=LONG),
+], ids=["beside plain", "filters alone", "top_k beside plain"])  # fmt: skip
+def test_filters_are_in_the_one_graph(lanes, either, device, monkeypatch) -> None:
+    """The host has no part in it, and the tokens are those of rounds that it lays and chooses for itself."""
+    monkeypatch.setattr(backend, "KINDS", set())
+    expected, records = answers(either(), lanes)
+    assert records.ways == {"host"}
+    with graphs(device, monkeypatch):
+        found, records = answers(either(), lanes)
+    assert records.ways == {"graph"}
+    assert found == expected
+
+
+@only_long
+@pytest.mark.parametrize("lane", [TOP_P, TOP_K, MIN_P], ids=["top_p", "top_k and top_p", "min_p"])
+def test_filtered_tokens_are_the_same_in_every_mode(lane, either, device, monkeypatch) -> None:
+    """As plain decoding has them, each mode alone and all of them in one batch."""
+    monkeypatch.setattr(backend, "KINDS", set())
+    plain, _ = answers(either(), [(Speculation("ar"), lane[1])])
+    lanes = [(speculation, lane[1]) for speculation in (Speculation("ar"), LINEAR, TREE, SHADOW)]
+    with graphs(device, monkeypatch):
+        engine = either(max_running_requests=4)
+        together = [engine.scheduler.add([5, 9, 2], params, speculation) for speculation, params in lanes]
+        ended = {}
+        while engine.scheduler.has_work:
+            ended |= {request: chunk.generation for request, chunk in engine.scheduler.step() if chunk.generation}
+        alone = [answers(either(), [one])[0][0][0] for one in lanes]
+    assert [ended[request].token_ids for request in together] == [plain[0][0]] * 4
+    assert alone == [plain[0][0]] * 4
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="captures that fail are fakes")
+@pytest.mark.full
+@pytest.mark.parametrize("lane", [TOP_P, GRAMMAR], ids=["one graph", "two graphs"])
+def test_a_round_that_finds_no_memory_goes_without_its_graph(lane, scripted, device, monkeypatch, caplog) -> None:
+    """It says so, once; no request fails. A capture that ends in an error of its own counts as well."""
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    expected, _ = answers(scripted(cuda_graphs=False), [lane])
+
+    def fail(step, pool):
+        try:
+            raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+        finally:
+            raise RuntimeError("operation failed due to a previous error during capture")
+
+    with fake_graphs(monkeypatch):
+        monkeypatch.setattr("ddtree.engine.graphs.Recorded", fail)
+        engine = scripted()
+        found = [answers(engine, [lane]) for _ in range(2)]
+    assert [tokens for tokens, _ in found] == [expected] * 2
+    assert all(records.ways == {"launches"} for _, records in found)
+    said = [record.message for record in caplog.records if "does not suffice" in record.message]
+    assert len(said) == 1
+    assert "1 x 8 rows" in said[0]
+    assert "lower max_running_requests" in said[0]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="captures that fail are fakes")
+def test_kept_shapes_make_way_for_a_capture(scripted, device, monkeypatch, caplog) -> None:
+    """Memory that runs out is asked for again, once what only lay ready is gone; other errors are not hidden."""
+    with graphs(device, monkeypatch):
+        engine, record, short = scripted(), recorded.Recorded, replace(PLAIN[1], max_tokens=2)
+        answers(engine, [(TREE, short)])
+        made = engine.scheduler._runner._made
+
+        def fail_beside_others(step, pool):
+            if len(made.all()) > 1:
+                raise torch.OutOfMemoryError("tried to allocate 5 GiB")
+            return record(step, pool)
+
+        monkeypatch.setattr(recorded, "Recorded", fail_beside_others)
+        _, records = answers(engine, [(LINEAR, short)])
+        assert records.ways == {"graph"}
+        assert [one.shape.width for one in made.all()] == [5]
+        assert not caplog.records
+
+        def break_(step, pool):
+            raise RuntimeError("an illegal memory access")
+
+        monkeypatch.setattr(recorded, "Recorded", break_)
+        with pytest.raises(RuntimeError, match="illegal"):
+            answers(engine, [(TREE, short)])
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="only fakes tell the order")

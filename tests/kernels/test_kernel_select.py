@@ -1,13 +1,18 @@
 """top_k and propose against ddtree.tree."""
 
+from importlib import import_module
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from ddtree.kernels import propose, top_k
+from ddtree.kernels.backend import jit
 from ddtree.kernels.select import SelectTiles, select
 from ddtree.tree import largest
 from ddtree.tree import top_k as reference
 
+module = import_module("ddtree.kernels.select")
 HALF = (torch.float16, torch.bfloat16)
 
 # The interpreter computes with numpy, which warns where a GPU gives an infinity or NaN in silence.
@@ -106,3 +111,22 @@ def test_refuses(device: torch.device) -> None:
         top_k(logits.T, 1)
     with pytest.raises(ValueError, match="for 64 columns"):
         propose(logits.view(1, 2, 64), 1, torch.arange(63, device=device))
+
+
+def test_no_number_of_ranks_is_compiled_for_alone(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Requests choose k: the constants of the launches follow its power of two, so there are six kernels at most."""
+    kernels, seen = jit("select"), set()
+
+    class Told:
+        def __getitem__(self, grid):
+            def launch(*args, **constants):
+                seen.add(tuple(sorted(constants.items())))
+                return kernels.merge[grid](*args, **constants)
+
+            return launch
+
+    monkeypatch.setattr(module, "jit", lambda name: SimpleNamespace(scan=kernels.scan, merge=Told()))
+    logits = torch.randn(1, 4100, device=device, generator=torch.Generator(device).manual_seed(3))
+    for k in range(1, 33):
+        check(logits, k)
+    assert len(seen) == 6

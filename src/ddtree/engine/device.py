@@ -4,6 +4,7 @@ import re
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+from torch import Tensor
 
 from ddtree.errors import InvalidOption
 
@@ -25,6 +26,15 @@ def choose_device(name: str) -> torch.device:
 def standing_on(device: torch.device) -> AbstractContextManager[object]:
     """Makes a GPU the thread's current one: kernels are launched there, wherever their tensors lie."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
+
+
+def deliver(there: Tensor, values: Tensor) -> None:
+    """Copy values of the host into a tensor, which may be on a GPU, without waiting for what that still has to do.
+
+    Memory that is not pinned would be copied behind everything launched, while the host waits. torch gives pinned
+    memory to somebody else only when the copy out of it is done.
+    """
+    there.copy_(values.pin_memory() if there.device.type == "cuda" else values, non_blocking=True)
 
 
 def choose_dtype(name: str, device: torch.device) -> torch.dtype:

@@ -8,11 +8,12 @@ any order, so the same row is cut at the same token whatever rows are beside it,
 """
 
 from dataclasses import dataclass
-from math import log
+from math import inf, log
 
 import torch
 from torch import Tensor
 
+from ddtree.kernels.choose import OFF
 from ddtree.tree import largest
 
 POOL = 64  # tokens looked at first; they hold nearly all of what a language model mostly gives
@@ -41,6 +42,13 @@ class Filters:
     def active(self, vocab: int) -> bool:
         """Whether any filter may drop a token."""
         return 0 < self.top_k < vocab or self.top_p < 1 or self.min_p > 0
+
+    def numbers(self, vocab: int) -> tuple[int, float, float] | None:
+        """top_k, top_p and the distance to the best that min_p allows, as kernels.Kept has them; None: all off."""
+        if not self.active(vocab):
+            return None
+        drop = self.temperature * log(self.min_p) if self.min_p > 0 else -inf
+        return self.top_k if 0 < self.top_k < vocab else OFF, self.top_p, drop
 
     def narrow(self, scores: Tensor) -> tuple[Candidates, Tensor]:
         """Look at the few best tokens of each row.

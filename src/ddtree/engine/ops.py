@@ -10,8 +10,8 @@ from torch import Tensor
 from ddtree import kernels
 from ddtree.engine.consult import UNTOLD, HostPart, read_trees, tree_table
 from ddtree.engine.modes import Layout, lay_out
-from ddtree.engine.sampling import greedy
-from ddtree.kernels import Plan, PlanRow
+from ddtree.engine.sampling import RowSampler, greedy
+from ddtree.kernels import Kept, Plan, PlanRow
 from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Accepted, Proposal, RoundState, accept, cut, top_k
 
@@ -171,6 +171,7 @@ class DeviceOps:
     plan: Plan
     seeds: Tensor  # [B] int64
     temperatures: Tensor  # [B] float64; 0: greedy
+    filters: Kept  # what each sequence's filters keep
     ended: Tensor  # [B] bool
     width: int  # N, rows of every sequence
     depth: int  # D, depths that the drafter proposes; 0: no proposal
@@ -188,6 +189,7 @@ class DeviceOps:
             plan=Plan.allocate(batch, device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
             temperatures=torch.zeros(batch, dtype=torch.float64, device=device),
+            filters=Kept.allocate(batch, device),
             ended=torch.zeros(batch, dtype=torch.bool, device=device),
             width=width,
             depth=depth,
@@ -195,6 +197,14 @@ class DeviceOps:
             texts=texts,
             said=Said.allocate(batch, width, device) if texts else None,
         )
+
+    def write_samplers(self, samplers: Sequence[RowSampler]) -> None:
+        """Tell the device how tokens are drawn; padding is greedy."""
+        pad = len(self.seeds) - len(samplers)
+        self.seeds.copy_(torch.tensor([sampler.seed for sampler in samplers] + [0] * pad, dtype=torch.int64))
+        heat = [sampler.heat for sampler in samplers] + [0.0] * pad
+        self.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
+        self.filters.write([sampler.kept for sampler in samplers])
 
     def write_plan(self, lanes: Sequence["Lane"], positions: Sequence[int]) -> None:
         """Tell the device what every sequence verifies from now on; padding, and who cannot draft, its root alone."""
@@ -233,8 +243,8 @@ class DeviceOps:
         depths = batch.state.depths[:, : self.width]
         asked = (logits, self.seeds, batch.state.position, depths, self.temperatures)
         if self.host is None:
-            return kernels.choose(*asked)
-        own = kernels.choose(*asked, allowed=self.host.allowed)
+            return kernels.choose(*asked, kept=self.filters)
+        own = kernels.choose(*asked, allowed=self.host.allowed, kept=self.filters)
         return torch.where(self.host.told == UNTOLD, own, self.host.told)
 
     def accept(self, batch: "Batch", own: Tensor) -> Accepted | None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ddtree.drafter import Drafter
+from ddtree.engine.device import deliver
 from ddtree.engine.graphs import Recorded, aside
 from ddtree.engine.slots import SlotStore
 from ddtree.layers import KVCache
@@ -86,7 +87,7 @@ class DevicePrompts(Prompts):
         if self._graphs and padded.graph is None:
             self._capture(padded)
         padding = [0] * (rows - len(tokens))
-        padded.told.copy_(torch.tensor([slot, start, len(tokens) - 1, *tokens, *padding]))
+        deliver(padded.told, torch.tensor([slot, start, len(tokens) - 1, *tokens, *padding]))
         if padded.graph is None:
             return self._run(padded)
         padded.graph.replay()

@@ -11,9 +11,11 @@ from torch import Tensor
 
 from ddtree.drafter import Drafter
 from ddtree.engine.context import DeviceTexts, SequenceContext
+from ddtree.engine.device import deliver
 from ddtree.engine.graphs import Letter, SplitRound, WholeRound, at_rest, rehearse
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import HostOps
+from ddtree.engine.pressure import short, starved
 from ddtree.engine.request import Request
 from ddtree.engine.round import Batch, Lane, run_round
 from ddtree.engine.sampling import RowSampler
@@ -99,13 +101,13 @@ def fill(batch: Batch, requests: Sequence[Request]) -> None:
     def column(values: list[int], padding: int = 0) -> Tensor:
         return torch.tensor(values + [padding] * pad, dtype=torch.int64)
 
-    state.tokens[:, 0] = column([request.tokens[-1] for request in requests]).to(state.tokens.device)
-    state.position.copy_(column([request.position for request in requests]))
-    state.remaining.copy_(column([request.remaining for request in requests]))
-    state.done.copy_(torch.tensor([False] * count + [True] * pad))
+    deliver(state.tokens[:, 0], column([request.tokens[-1] for request in requests]))
+    deliver(state.position, column([request.position for request in requests]))
+    deliver(state.remaining, column([request.remaining for request in requests]))
+    deliver(state.done, torch.tensor([False] * count + [True] * pad))
     width = batch.ends.shape[1]
     ends = [[*request.ends, *[NO_TOKEN] * (width - len(request.ends))] for request in requests]
-    batch.ends.copy_(torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
+    deliver(batch.ends, torch.tensor(ends + [[NO_TOKEN] * width] * pad, dtype=torch.int64).view(count + pad, width))
 
 
 class DeviceRunner:
@@ -117,7 +119,7 @@ class DeviceRunner:
         self._context = context
         self._made_texts: DeviceTexts | None = None
         self._host = HostRunner(target, drafter, store)
-        self._made = StaticBatches(self._allocate)
+        self._made = StaticBatches(self._allocate, self._short)
         self._current: Captured | None = None
         # Of what a round takes beside its results; graphs share it, since they are replayed one after another.
         self._pool: Any = None
@@ -138,8 +140,8 @@ class DeviceRunner:
     def prepare(self, lane: Lane, most: int) -> None:
         """Before anybody waits: capture the rounds of up to `most` sequences such as this one, by `prepared_shapes`.
 
-        Both kinds: a filter such as top_p is as common as none. Without graphs the kernels are compiled. The rounds run
-        on the spare slot, for sequences that are done.
+        Both kinds: grammars are common, too. Without graphs the kernels are compiled. The rounds run on the spare slot,
+        for sequences that are done.
         """
         for shape in prepared_shapes(lane, most):
             captured = self._made.get(shape, stays=True)
@@ -170,7 +172,8 @@ class DeviceRunner:
             return Pending("launches", verdict.logits, path, letter.read)
         if not self._is_captured(captured):
             log.debug("a round is captured while its requests wait: %s", captured.shape)
-            self._capture(captured)
+            if not self._finds_memory(captured):
+                return self.launch(batch)
         if batch.ops is captured.alone:
             assert captured.whole is not None
             return Pending("graph", captured.whole.logits, path, captured.whole.launch().read)
@@ -190,18 +193,45 @@ class DeviceRunner:
 
     def _replays(self, batch: Batch) -> bool:
         """Whether rounds are graphs. They have no stages: who wants to time them gets single launches."""
-        return self._graphs and not isinstance(batch.observer, StageTimer)
+        starved = self._current is not None and self._current.starved
+        return self._graphs and not starved and not isinstance(batch.observer, StageTimer)
 
     def _is_captured(self, captured: Captured) -> bool:
         return (captured.whole if captured.batch.ops is captured.alone else captured.split) is not None
 
+    def _finds_memory(self, captured: Captured) -> bool:
+        """Capture a shape, at the cost of others that nobody prepared. If even that is too much: say so, once."""
+        try:
+            try:
+                self._capture(captured)
+            except torch.OutOfMemoryError:
+                if not self._made.give_up(captured):
+                    raise
+                self._capture(captured)
+        except torch.OutOfMemoryError as error:
+            captured.starved = True
+            log.warning(
+                "the memory does not suffice to capture rounds of %d x %d rows: they are launched one by one, which is"
+                " slower (%s); lower max_running_requests, max_model_len or the request's tree_budget",
+                captured.shape.batch, captured.shape.width, error,
+            )  # fmt: skip
+        return not captured.starved
+
     def _capture(self, captured: Captured) -> None:
-        """The kind of round that the batch's ops are for."""
+        """The kind of round that the batch's ops are for. Raises torch.OutOfMemoryError."""
         self._pool = self._pool or torch.cuda.graph_pool_handle()
-        if captured.batch.ops is captured.alone:
-            captured.whole = WholeRound(captured.batch, self._pool)
-        else:
-            captured.split = SplitRound(captured.batch, self._pool)
+        try:
+            if captured.batch.ops is captured.alone:
+                captured.whole = WholeRound(captured.batch, self._pool)
+            else:
+                captured.split = SplitRound(captured.batch, self._pool)
+        except RuntimeError as error:
+            if starved(error):
+                raise torch.OutOfMemoryError(str(error)) from error
+            raise
+
+    def _short(self) -> bool:
+        return short(self._target.spec.device, self._store.plan)
 
     @property
     def _texts(self) -> DeviceTexts:
@@ -226,10 +256,7 @@ class DeviceRunner:
                 cache.index.copy_(torch.tensor(slots))
         fill(batch, requests)
         samplers = [lane.sampler for lane in batch.lanes]
-        pad = size - len(samplers)
-        ops.seeds.copy_(torch.tensor([sampler.seed for sampler in samplers] + [0] * pad, dtype=torch.int64))
-        heat = [sampler.heat for sampler in samplers] + [0.0] * pad
-        ops.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
+        ops.write_samplers(samplers)
         if captured.shape.context:
             self._texts.bring(*_texts_of(requests))
         positions = [request.position for request in requests]

@@ -19,6 +19,8 @@ from ddtree.engine.history import History
 from ddtree.engine.logprobs import TokenLogprob, token_logprobs
 from ddtree.engine.rows import HostRows, Matcher
 from ddtree.errors import DamagedFile, InvalidOption
+from ddtree.kernels import Kept, choose
+from ddtree.kernels.backend import usable
 from ddtree.tree import best
 
 __all__ = [
@@ -125,6 +127,17 @@ def check_token_ids(params: SamplingParams, vocab: int) -> None:
                 )
 
 
+def rehearse_choices(vocab: int, dtype: torch.dtype, device: torch.device) -> None:
+    """Compile what samplers of their own launch on a GPU: for a prompt's last row, and behind penalties.
+
+    dtype: of the logits.
+    """
+    logits = torch.zeros(1, vocab, dtype=dtype, device=device)
+    for penalty in (0.0, 1.0):
+        params = SamplingParams(temperature=1.0, top_p=0.5, presence_penalty=penalty)
+        RowSampler(params, 0, [0], vocab, device).choose(logits, HostRows.root(0), 0)
+
+
 class RowSampler:
     """Chooses the tokens of one sequence: of every row of its tree, each by the history of the row's own path."""
 
@@ -151,9 +164,10 @@ class RowSampler:
         self._greedy = temperature == 0 or params.top_k == 1
         self._filters = Filters(temperature, max(params.top_k, 0), float(params.top_p), float(params.min_p))
         self._filtered = self._filters.active(vocab)
-        self._seed, self._noise = seed, Noise(seed, vocab, device)
+        self._vocab, self._seed, self._noise = vocab, seed, Noise(seed, vocab, device)
         self._history = History(params, prompt, device)
         self._matcher = matcher
+        self._told: tuple[Tensor, Tensor, Tensor, Kept] | None = None  # what kernels are told of it
         self._min_tokens, self._output = params.min_tokens, 0
         ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
@@ -162,10 +176,8 @@ class RowSampler:
 
     @property
     def temperature(self) -> float | None:
-        """What a device needs to choose by itself (0: greedy); None where a row's history or a filter counts."""
-        if self.plain:
-            return 0.0
-        return None if self._processes or self._filtered or self._greedy else self._filters.temperature
+        """What a device needs to choose by itself, beside `kept` (0: greedy); None where a row's history counts."""
+        return None if self._processes else self.heat
 
     @property
     def heat(self) -> float:
@@ -173,10 +185,14 @@ class RowSampler:
         return 0.0 if self._greedy else self._filters.temperature
 
     @property
+    def kept(self) -> tuple[int, float, float] | None:
+        """What the filters keep, as kernels.Kept.write has it; None where that is all, or the best is taken."""
+        return None if self._greedy else self._filters.numbers(self._vocab)
+
+    @property
     def masked(self) -> bool:
         """Whether `mask` is all that a device lacks to choose by itself."""
-        others = (self._filtered and not self._greedy) or self._history.active or len(self._ends) > 0
-        return self._matcher is not None and not others
+        return self._matcher is not None and not self._history.active and len(self._ends) == 0
 
     def mask(self, rows: HostRows) -> NDArray[np.int32]:
         """What the grammar lets follow each row: see Matcher.bits."""
@@ -215,7 +231,13 @@ class RowSampler:
             return greedy(scores)
         self._noise.forget(position + 1)
         positions = [position + depth + 1 for depth in rows.depths]
-        return self._filtered_best(scores, positions) if self._filtered else self._noisy_best(scores, positions)
+        if not self._filtered:
+            return self._noisy_best(scores, positions)
+        if usable(
+            scores.device
+        ):  # in the dtype that rounds have, where nothing was changed: no other kernel is compiled
+            return self._filtered_by_kernels(scores if self._processes else logits, positions)
+        return self._filtered_best(scores, positions)
 
     def commit(self, tokens: Sequence[int]) -> None:
         """The answer goes on by these tokens, in order.
@@ -277,6 +299,18 @@ class RowSampler:
         for row in lacking.nonzero().flatten().tolist():
             own[row] = self._draw(self._filters.wide(scores[row : row + 1]), positions[row : row + 1])[0]
         return own
+
+    def _filtered_by_kernels(self, scores: Tensor, positions: list[int]) -> Tensor:
+        """The same with the launches of a round's choice, where torch would take hundreds."""
+        device = scores.device
+        if self._told is None:
+            kept = Kept.allocate(1, device)
+            kept.write([self.kept])
+            heat = torch.tensor([self.heat], dtype=torch.float64, device=device)
+            self._told = torch.tensor([self._seed], device=device), torch.tensor([-1], device=device), heat, kept
+        seed, position, heat, kept = self._told
+        depths = torch.tensor([positions], device=device)  # of a root at position -1
+        return choose(scores.unsqueeze(0), seed, position, depths, heat, kept=kept)[0]
 
     def _draw(self, candidates: Candidates, positions: list[int]) -> Tensor:
         """The candidate of the highest score, the lowest id on ties. Returns: [n] int64, -1 where there is none."""

@@ -19,9 +19,10 @@ from ddtree.engine.result import Chunk
 from ddtree.engine.round import Batch, Lane, Outcome, read_report
 from ddtree.engine.rows import HostRows
 from ddtree.engine.runner import DeviceRunner, HostRunner, Pending
-from ddtree.engine.sampling import greedy
+from ddtree.engine.sampling import greedy, rehearse_choices
 from ddtree.engine.slots import SlotStore
 from ddtree.errors import DamagedFile, DDTreeError, InvalidOption
+from ddtree.kernels.backend import usable
 from ddtree.target import Target
 
 NO_ANSWER = -1  # what a row chooses where nothing can follow it
@@ -127,6 +128,8 @@ class Scheduler:
             for size in self._prompts.sizes(self._chunk):
                 self._prompts.forward(self._store.spare, [0] * size, 0)
             self._runner.prepare(lane, self._store.count)
+            if usable(self._target.spec.device):
+                rehearse_choices(self._target.spec.vocab_size, self._target.spec.dtype, self._target.spec.device)
 
     @torch.inference_mode()
     def step(self) -> News:
@@ -293,6 +296,8 @@ class Scheduler:
         if request in self._running:
             self._running.remove(request)
             self._batch = None
+        if self._flight is not None and not any(other in self._running for other in self._flight.requests):
+            self._flight = None  # nobody is left to read it for
         if request.slot is not None:
             self._store.release(request.slot)
 

@@ -34,23 +34,32 @@ class Captured:
     split: SplitRound | None = None
     drafting: list[bool] = field(default_factory=list)  # who drafts, as the plan says
     stays: bool = False  # it was prepared, and the memory is planned for it
+    starved: bool = False  # there was no memory to capture it: its rounds are single launches
 
 
 class StaticBatches:
-    """One for each shape: those that were prepared, and of the others the latest used."""
+    """One for each shape: those that were prepared, and of the others the latest used, as long as there is memory."""
 
-    def __init__(self, make: Callable[[Shape], Captured]) -> None:
-        """make: allocates one."""
-        self._make = make
+    def __init__(self, make: Callable[[Shape], Captured], short: Callable[[], bool] = lambda: False) -> None:
+        """make: allocates one; short: whether the memory is: what a plan counts has to stay free beside the others."""
+        self._make, self._short = make, short
         self._made: dict[Shape, Captured] = {}  # the latest used is the last
 
     def get(self, shape: Shape, stays: bool = False) -> Captured:
-        """The one of a shape, made where there is none. stays: it is never given up from now on."""
+        """The one of a shape, made where there is none. stays: it is never given up from now on.
+
+        Raises torch.OutOfMemoryError where giving up all others does not help.
+        """
         captured = self._made.pop(shape, None)
         if captured is None:
             if not stays:
                 self._make_room()
-            captured = self._make(shape)
+            try:
+                captured = self._make(shape)
+            except torch.OutOfMemoryError:
+                if not self.give_up():
+                    raise
+                captured = self._make(shape)
         captured.stays |= stays
         self._made[shape] = captured
         return captured
@@ -59,15 +68,28 @@ class StaticBatches:
         """Those that are kept, the latest used last."""
         return list(self._made.values())
 
+    def give_up(self, but: Captured | None = None) -> int:
+        """Drop all that were not prepared, but one. Returns: how many."""
+        others = [shape for shape in self._others() if self._made[shape] is not but]
+        for shape in others:
+            self._drop(shape)
+        if others and torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        return len(others)
+
+    def _others(self) -> list[Shape]:
+        return [shape for shape, made in self._made.items() if not made.stays]
+
     def _make_room(self) -> None:
         """Give up what was not used for longest. Its memory goes to the graphs that come after it."""
-        others = [shape for shape, made in self._made.items() if not made.stays]
-        if len(others) < MOST_OTHERS:
-            return
-        device = self._made[others[0]].batch.ends.device
+        while (others := self._others()) and (len(others) >= MOST_OTHERS or self._short()):
+            self._drop(others[0])
+
+    def _drop(self, shape: Shape) -> None:
+        device = self._made[shape].batch.ends.device
         if device.type == "cuda":
             torch.cuda.synchronize(device)  # a part that was launched for a sequence that left may still run
-        del self._made[others[0]]
+        del self._made[shape]
 
 
 def allocate(

@@ -7,7 +7,7 @@ synchronisation, no allocation that depends on data. The Triton side of a module
 from ddtree.kernels.accept import accept, advance, settle
 from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
 from ddtree.kernels.build import Plan, PlanRow, build
-from ddtree.kernels.choose import Allowed, choose
+from ddtree.kernels.choose import Allowed, Kept, choose
 from ddtree.kernels.commit import commit
 from ddtree.kernels.gather import embed, take
 from ddtree.kernels.matmul import MOST_ROWS, Rounded, gated, interleave_gate_up, product, product_parts, suits
@@ -22,6 +22,7 @@ __all__ = [
     "AttentionRows",
     "AttentionWorkspace",
     "HeadNorms",
+    "Kept",
     "Plan",
     "PlanRow",
     "Rounded",

@@ -55,15 +55,17 @@ def scan(
     pitch_masks,
     pitch_words,
     limited,
+    active,
     keys,
     rows,
     columns,
     segments,
     block: tl.constexpr,
     masked: tl.constexpr,
+    filtered: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """The best token of one segment of one row, as a key."""
+    """The best token of one segment of one row, as a key; without noise where filters are to be applied."""
     follow(overlap)
     segment, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     column = segment * block + tl.arange(0, block)
@@ -75,6 +77,8 @@ def scan(
         word = tl.load(words, mask=(column < columns) & told, other=-1)
         x = tl.where(((word >> (column % 32)) & 1) != 0, x, float("-inf"))  # also where the logit is NaN
     temperature = tl.load(temperatures + batch).to(tl.float64)
+    if filtered:
+        temperature = tl.where(tl.load(active + batch) != 0, 0.0, temperature)
     if temperature > 0.0:
         seed = tl.load(seeds + batch)
         place = tl.load(positions + batch) + tl.load(depths + batch * pitch_depths + row) + 1

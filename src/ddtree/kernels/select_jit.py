@@ -44,7 +44,7 @@ def scan(
 
 
 @triton.jit
-def _largest(keys, k: tl.constexpr, k_block: tl.constexpr, bitonic: tl.constexpr):
+def _largest(keys, k, k_block: tl.constexpr, bitonic: tl.constexpr):
     """The k largest of distinct keys, descending, NO_KEY behind them. keys: [a power of two, at least k_block]."""
     if bitonic:
         found = tl.topk(keys, k_block)
@@ -58,7 +58,7 @@ def _largest(keys, k: tl.constexpr, k_block: tl.constexpr, bitonic: tl.constexpr
     return tl.where(tl.arange(0, k_block) < k, found, NO_KEY)
 
 
-@triton.jit(do_not_specialize=["chunks", "segments"])
+@triton.jit(do_not_specialize=["chunks", "segments", "k"])
 def merge(
     logits,
     pitch,
@@ -73,10 +73,10 @@ def merge(
     columns,
     chunks,
     segments,
+    k,  # no constant: requests choose it, and each constant is a compilation
     width: tl.constexpr,
     chunk_block: tl.constexpr,
     segment_block: tl.constexpr,
-    k: tl.constexpr,
     k_block: tl.constexpr,
     bitonic: tl.constexpr,
     named: tl.constexpr,
