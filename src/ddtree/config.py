@@ -11,6 +11,7 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_DTYPES = ("auto", "int8")
 NUMERICS = ("auto", "invariant", "fast")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # in a drafter's folder: see ddtree.drafter.vocabulary
+PAIRWISE = "pairwise/head.safetensors"  # the same: see ddtree.drafter.pairwise
 EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024

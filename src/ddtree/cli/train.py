@@ -28,6 +28,10 @@ MaxMinutes = Annotated[
     float | None, typer.Option("--max-minutes", help="End in good order after so many; the same command goes on.")
 ]
 
+Drafter = Annotated[
+    str, typer.Option("--drafter", help="best or last, the run's checkpoints; or a z-lab folder, a name, a hub id.")
+]
+
 
 @train.command()
 def data(
@@ -82,13 +86,32 @@ def fit(
     _tell(train_drafter(read(config, given), stop_at=stop_at, max_minutes=max_minutes, quiet=not sys.stderr.isatty()))
 
 
+@train.command()
+def pair(
+    config: Config,
+    overrides: Set = None,
+    drafter: Drafter = "best",
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", help="A folder that gets the head, such as the drafter's; default: the run's own."),
+    ] = None,
+    max_minutes: MaxMinutes = None,
+) -> None:
+    """Fit a pairwise head (what follows each candidate) to a drafter that stays as it is, or go on with it."""
+    _check_minutes(max_minutes)
+    with interrupts_end_at_once():
+        from ddtree.training.config import read
+        from ddtree.training.pairwise import fit_pairwise
+
+    found = read(config, overrides or ())
+    _tell(fit_pairwise(found, drafter, output, max_minutes=max_minutes, quiet=not sys.stderr.isatty()))
+
+
 @train.command("eval")
 def evaluate(
     config: Config,
     overrides: Set = None,
-    drafter: Annotated[
-        str, typer.Option("--drafter", help="best or last, the run's checkpoints; or a z-lab folder, a name, a hub id.")
-    ] = "best",
+    drafter: Drafter = "best",
     prompts: Annotated[
         str, typer.Option("--prompts", help="heldout, suite (that of ddtree bench), or a JSONL file of prompts.")
     ] = "heldout",

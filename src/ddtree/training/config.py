@@ -8,12 +8,15 @@ from ddtree.config import DTYPES, EMBEDDED
 from ddtree.drafter.config import MAX_BLOCK
 from ddtree.settings import as_dict, at_least, build, one_of, read_toml, within, wrong
 
-__all__ = ["DataPart", "DrafterPart", "EvalPart", "FitPart", "TargetPart", "TrainConfig", "as_dict", "read"]
+__all__ = [
+    "DataPart", "DrafterPart", "EvalPart", "FitPart", "PairwisePart", "TargetPart", "TrainConfig", "as_dict", "read",
+]  # fmt: skip
 
 OBJECTIVES = ("cross_entropy", "kl")
 ATTENTIONS = ("auto", "flex", "sdpa")
 DECODERS = ("auto", "graphs", "plain", "engine")
 PRECISIONS = ("auto", "bfloat16", "float32")
+GATES = ("state", "none")
 
 
 @dataclass(frozen=True)
@@ -143,6 +146,38 @@ class FitPart:
 
 
 @dataclass(frozen=True)
+class PairwisePart:
+    """[pairwise]: the head of `ddtree train pair`. Seed, gamma, precision, attention and loss_rows are [fit]'s."""
+
+    rank: int = 64  # of its two factors
+    gate: str = "state"  # state: the drafter's last hidden state scales the ranks; none: the token before is all it sees
+    vocabulary: str = "auto"  # tokens that it knows: as --draft-vocab, from the drafter's own list
+    candidates: tuple[int, ...] = (8, 16, 32)  # of a depth, among which it learns to tell; each counts alike
+    steps: int = 3000
+    minutes: float = 0.0  # above 0: the rate falls by the clock too, and the fit ends then, or with `steps`
+    batch: int = 64  # sequences of a step, in one forward
+    anchors: int = 48  # blocks of a sequence
+    lr: float = 4e-3
+    final_lr: float = 0.02  # part of lr at the last step
+    warmup: int = 100
+    weight_decay: float = 0.0
+    beta2: float = 0.99
+    eval_every: int = 500
+    eval_sequences: int = 64  # held-out ones
+
+    def __post_init__(self) -> None:
+        for name in ("rank", "steps", "batch", "anchors", "eval_every", "eval_sequences"):
+            at_least(f"pairwise.{name}", getattr(self, name), 1)
+        at_least("pairwise.warmup", self.warmup, 0)
+        if not self.candidates or any(not 1 <= count <= 256 for count in self.candidates):
+            raise wrong("pairwise.candidates", list(self.candidates), "numbers from 1 to 256, at least one")
+        one_of("pairwise.gate", self.gate, GATES)
+        for name, low, high in (("lr", 1e-12, 10), ("final_lr", 0, 1), ("weight_decay", 0, 10), ("beta2", 0, 0.99999),
+                                ("minutes", 0, 1e6)):  # fmt: skip
+            within(f"pairwise.{name}", getattr(self, name), low, high)
+
+
+@dataclass(frozen=True)
 class EvalPart:
     """[eval]: what acceptance is measured for."""
 
@@ -171,6 +206,7 @@ class TrainConfig:
     data: DataPart = field(default_factory=DataPart)
     drafter: DrafterPart = field(default_factory=DrafterPart)
     fit: FitPart = field(default_factory=FitPart)
+    pairwise: PairwisePart = field(default_factory=PairwisePart)
     eval: EvalPart = field(default_factory=EvalPart)
 
     @property

@@ -29,17 +29,17 @@ from ddtree.training.teacher import Teacher, load_target
 BATCH = 8  # answers generated at once
 
 
-def load_drafter(config: TrainConfig, drafter: str) -> DraftModel:
-    """drafter: last or best, the run's checkpoints; else a z-lab folder, a name or a hub id."""
+def load_drafter(config: TrainConfig, drafter: str) -> tuple[DraftModel, Path | None]:
+    """drafter: last or best, the run's checkpoints; else a z-lab folder, a name or a hub id, whose folder is told too."""
     if drafter not in ("last", "best"):
         folder = models.resolve_drafter(drafter, config.target.model)
         if folder is None:
             raise InvalidOption(f"--drafter {drafter!r} names no drafter: give last, best or a folder")
-        return DraftModel.read(DrafterConfig.read(read_config(folder)), folder)
+        return DraftModel.read(DrafterConfig.read(read_config(folder)), folder), folder
     state = Run(Path(config.folder)).need(drafter)
     model = DraftModel(DrafterConfig.read(json.loads(state["raw"])))
     model.load_state_dict(weights_of(state))
-    return model
+    return model, None
 
 
 def evaluate(
@@ -50,7 +50,7 @@ def evaluate(
     prompts: heldout, suite, or a JSONL file; answers to the latter two are generated first, by the target alone.
     A round counts when the answer has a whole block behind its root, so that no end cuts it.
     """
-    model, c = load_drafter(config, drafter), config.eval
+    (model, folder), c = load_drafter(config, drafter), config.eval
     if prompts == "heldout":
         target = load_target(config.target)
         chats, skipped = [chat for chat in read_all(config.data_folder) if chat.heldout][: c.sequences], 0

@@ -1,0 +1,173 @@
+"""A low-rank term that makes a drafter's marginals conditional: what a token says of the token behind it.
+
+A block drafter scores every depth by itself. Behind a candidate that is not the best one, its next depth still says what
+would follow the best. The head moves the score of token t behind token p by z . V[t], with z = U[p] * (1 + G h), h being
+the drafter's last hidden state of t's depth. Only candidates are scored, and what is left of the mass is one class more, so
+a draft costs no product with the vocabulary.
+
+The file lies in a folder of its own beside the weights, since loaders of Hugging Face folders take every .safetensors file
+in there for weights.
+"""
+
+import json
+import os
+from dataclasses import dataclass
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ddtree.errors import DamagedFile, DrafterMismatch, ModelNotFound
+
+KIND = "ddtree-pairwise-1"  # of the file, in its metadata
+_LEAST = 1e-6  # the part of the mass that candidates never hold: a certain depth has no logarithm of 0 in it
+
+
+@dataclass(frozen=True)
+class PairwiseHead:
+    """Factors of W tokens and rank r, in float32. Tokens that it does not know have zero rows, and change nothing."""
+
+    token_ids: Tensor  # [W] int64, ascending
+    before: Tensor  # U [W + 1, r]: of the token before; the last row is 0
+    behind: Tensor  # V [W + 1, r]: of the token that is scored; the last row is 0
+    rest: Tensor  # [r]: the same of everything that is no candidate
+    gate: Tensor | None  # G [r, H]; None: the drafter's state has no say
+    places: Tensor  # [vocab] int64: row of each of the target's tokens, W where it has none
+    drafter: str  # `fingerprint` of the drafter that it was made with
+
+    @classmethod
+    def new(cls, token_ids: Tensor, vocab_size: int, rank: int, hidden: int, gated: bool, drafter: str) -> "PairwiseHead":
+        """One that changes nothing yet: V is 0, U random, G 0. token_ids: [W] int64, ascending, each once."""
+        generator = torch.Generator().manual_seed(0)
+        before = torch.randn(len(token_ids) + 1, rank, generator=generator) * rank**-0.5
+        before[-1] = 0.0
+        gate = torch.zeros(rank, hidden) if gated else None
+        places = _places(token_ids, vocab_size)
+        return cls(token_ids, before, torch.zeros_like(before), torch.zeros(rank), gate, places, drafter)
+
+    @property
+    def rank(self) -> int:
+        """r."""
+        return self.before.shape[1]
+
+    def to(self, device: torch.device) -> "PairwiseHead":
+        """The same on a device."""
+        gate = None if self.gate is None else self.gate.to(device)
+        tensors = (self.token_ids, self.before, self.behind, self.rest)
+        return PairwiseHead(*(t.to(device) for t in tensors), gate, self.places.to(device), self.drafter)
+
+    def moved(self, hidden: Tensor, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
+        """By how much candidates are moved, before they are normalised.
+
+        Args:
+            hidden: [..., H], the drafter's last hidden states (what the target's head reads) of some depths.
+            previous: [..., I] int64, tokens that may stand before.
+            tokens: [..., J] int64, the depth's candidates.
+        Returns: float32 [..., I, J], and of the rest [..., I].
+        """
+        z = F.embedding(self.places[previous], self.before, padding_idx=len(self.token_ids))  # [..., I, r]
+        if self.gate is not None:
+            z = z * (1 + F.linear(hidden.float(), self.gate)).unsqueeze(-2)
+        behind = F.embedding(self.places[tokens], self.behind, padding_idx=len(self.token_ids))  # [..., J, r]
+        return z @ behind.transpose(-1, -2), z @ self.rest
+
+    def pair(self, hidden: Tensor, tokens: Tensor, log_q: Tensor) -> Tensor:
+        """Scores of every candidate behind every candidate of the depth before.
+
+        Args:
+            hidden: [B, D, H]; tokens: [B, D, K] int64 and log_q: [B, D, K] float32 as in ddtree.tree.Proposal.
+        Returns: float32 [B, D - 1, K, K], at most 0: [b, d, i, j] is the log-probability of candidate j of depth d + 1
+            behind candidate i of depth d (both from 0). -inf where a rank is missing.
+        """
+        return normalised(log_q[:, 1:], *self.moved(hidden[:, 1:], tokens[:, :-1], tokens[:, 1:]))
+
+    def check_fits(self, vocab_size: int, hidden: int, drafter: str) -> None:
+        """Raises DrafterMismatch unless the head was made for such a target and this drafter."""
+        problem = None
+        if len(self.places) != vocab_size:
+            problem = f"a vocabulary of {len(self.places)} tokens, the target has {vocab_size}"
+        elif self.gate is not None and self.gate.shape[1] != hidden:
+            problem = f"hidden_size {self.gate.shape[1]}, the drafter's is {hidden}"
+        elif self.drafter != drafter:
+            problem = "another drafter's mark: it was fitted to other weights"
+        if problem:
+            raise DrafterMismatch(f"the pairwise head does not fit: it has {problem}; fit it anew, or leave it out")
+
+    def write(self, path: Path, about: dict[str, Any] | None = None, dtype: torch.dtype = torch.bfloat16) -> None:
+        """Whole or not at all; the folder is made. about: for people, kept in the metadata."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        tensors = {
+            "token_ids": self.token_ids.int().cpu(),
+            "before": self.before[:-1].detach().to(dtype).cpu().contiguous(),
+            "behind": self.behind[:-1].detach().to(dtype).cpu().contiguous(),
+            "rest": self.rest.detach().float().cpu(),
+        }
+        if self.gate is not None:
+            tensors["gate"] = self.gate.detach().to(dtype).cpu().contiguous()
+        facts = {"kind": KIND, "vocab_size": str(len(self.places)), "drafter": self.drafter,
+                 "about": json.dumps(about or {})}  # fmt: skip
+        part = path.with_suffix(".part")
+        save_file(tensors, part, metadata=facts)
+        os.replace(part, path)
+
+    @classmethod
+    def read(cls, path: Path) -> "PairwiseHead":
+        """Raises ModelNotFound or DamagedFile, naming the file and what is wrong."""
+        if not path.is_file():
+            raise ModelNotFound(f"{path} does not exist: name a file that `ddtree train pair` has written")
+        try:
+            with safe_open(path, framework="pt") as file:
+                facts = file.metadata() or {}
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (no mapping)
+            if facts.get("kind") != KIND:
+                raise DamagedFile(f"{path} is of kind {facts.get('kind')!r}, not {KIND!r}: write it anew")
+            ids, size = tensors["token_ids"].long(), int(facts["vocab_size"])
+            before, behind, rest = (tensors[name].float() for name in ("before", "behind", "rest"))
+            drafter = facts["drafter"]
+        except (SafetensorError, OSError, KeyError, ValueError) as error:
+            raise DamagedFile(f"{path} is no whole pairwise head ({error}): write it anew") from error
+        gate = tensors["gate"].float() if "gate" in tensors else None
+        count, rank = before.shape if before.dim() == 2 else (0, 0)
+        sound = ids.shape == (count,) and behind.shape == before.shape and rest.shape == (rank,) and count > 0
+        sound = sound and (gate is None or (gate.dim() == 2 and len(gate) == rank))
+        sound = sound and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size
+        sound = sound and all(bool(t.isfinite().all()) for t in (before, behind, rest, *([] if gate is None else [gate])))
+        if not sound:
+            raise DamagedFile(f"{path} holds tensors that do not belong together: write it anew")
+        before, behind = (F.pad(rows, (0, 0, 0, 1)) for rows in (before, behind))
+        return cls(ids, before, behind, rest, gate, _places(ids, size), drafter)
+
+
+def normalised(log_q: Tensor, moved: Tensor, rest: Tensor) -> Tensor:
+    """The candidates' log-probabilities when each was moved, and so was the mass outside of them.
+
+    log_q: [..., J], at most 0, -inf and NaN where a rank is missing; moved: [..., I, J]; rest: [..., I] -> [..., I, J],
+    float32, at most 0.
+    """
+    scores, _, norm = weighed(log_q, moved, rest)
+    # Rounding may lift a near-certain token above probability 1; a child would then outscore its parent.
+    return (scores - norm.unsqueeze(-1)).clamp(max=0.0)
+
+
+def weighed(log_q: Tensor, moved: Tensor, rest: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Before the norm is taken off: scores of the candidates [..., I, J], of the rest and their norm [..., I]."""
+    known = log_q.float().nan_to_num(nan=-torch.inf, neginf=-torch.inf)
+    outside = torch.log1p(-known.exp().sum(-1).clamp(max=1 - _LEAST)).unsqueeze(-1) + rest  # [..., I]
+    scores = known.unsqueeze(-2) + moved
+    return scores, outside, torch.logaddexp(scores.logsumexp(-1), outside)
+
+
+def fingerprint(norm: Tensor) -> str:
+    """What tells a drafter from another: its last norm's weights [H], as bfloat16, which any fit changes."""
+    return sha256(norm.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+def _places(token_ids: Tensor, vocab_size: int) -> Tensor:
+    places = torch.full((vocab_size,), len(token_ids), dtype=torch.int64)
+    places[token_ids] = torch.arange(len(token_ids))
+    return places

@@ -1,0 +1,284 @@
+"""`ddtree train pair`: a low-rank head that tells what follows each candidate, fitted to a drafter that stays as it is."""
+
+import json
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from ddtree.config import PAIRWISE
+from ddtree.drafter import PairwiseHead, choose_vocabulary, fingerprint
+from ddtree.drafter.pairwise import weighed
+from ddtree.engine.device import standing_on
+from ddtree.errors import InvalidOption
+from ddtree.target import Target
+from ddtree.training import batches
+from ddtree.training.attention import Blocks, flex_works
+from ddtree.training.checkpoint import Run
+from ddtree.training.config import TrainConfig, as_dict
+from ddtree.training.data import need_any
+from ddtree.training.evaluate import load_drafter
+from ddtree.training.loss import depth_weights
+from ddtree.training.model import DraftModel
+from ddtree.training.schedule import ahead, learning_rate, precision
+from ddtree.training.shards import read_all, read_manifest
+from ddtree.training.teacher import Teacher, load_target
+
+FACTORS = ("before", "behind", "rest", "gate")  # what is fitted
+CHECKPOINT = "pairwise"  # its name in the run's folder
+
+
+def fit_pairwise(
+    config: TrainConfig,
+    drafter: str = "best",
+    output: Path | None = None,
+    target: Target | None = None,
+    max_minutes: float | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
+    """Fit a head for a drafter, or go on at the last checkpoint, and write it (`PAIRWISE`) into the folder `output`.
+
+    drafter: best or last, the run's checkpoints; else a z-lab folder, a name or a hub id. output: None is the run's own
+    folder. target: instead of the one that the configuration names. max_minutes: end after so many, with a checkpoint.
+    Returns what was reached.
+    """
+    target = target or load_target(config.target)
+    with standing_on(target.spec.device):
+        return PairwiseTrainer(config, drafter, target, quiet).run(output or Path(config.folder), max_minutes)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """What the frozen drafter says at the slots of a batch that have a label: n of them, C candidates each."""
+
+    hidden: Tensor  # [n, H] float32
+    previous: Tensor  # [n, 1] int64, the true token before
+    tokens: Tensor  # [n, C] int64, best first
+    log_q: Tensor  # [n, C] float32
+    place: Tensor  # [n] int64: of the true token among the candidates; C where it is none
+    weights: Tensor  # [n, len(counts)] float32: by depth, 0 where a tree of so many candidates cannot be
+
+
+class Frozen:
+    """Target and drafter, which learn nothing here."""
+
+    def __init__(self, config: TrainConfig, target: Target, model: DraftModel, longest: int, ids: Tensor) -> None:
+        """longest: tokens of a sequence; ids: [W] int64 on the device, the tokens that are drafted."""
+        p, device, self.model, self.ids = config.pairwise, target.spec.device, model, ids
+        self.counts = tuple(sorted(min(count, len(ids)) for count in p.candidates))
+        self.precision = precision(config.fit.precision, device)
+        self.teacher = Teacher(target, model.config.target_layer_ids, longest)
+        self.head = self.teacher.head(self.precision)[ids]
+        self.length, self.loss_rows = batches.rounded(longest), config.fit.loss_rows
+        self.flex, self.why_not = False, None
+        if config.fit.attention != "sdpa":
+            self.why_not = flex_works(model.config, device, self.precision, self.length, p.anchors, p.batch)
+            self.flex = self.why_not is None
+            if config.fit.attention == "flex" and not self.flex:
+                raise InvalidOption(
+                    f"fit.attention flex does not work here ({self.why_not}): use auto or sdpa", param="attention"
+                )
+
+    @torch.no_grad()
+    def rows(self, batch: batches.Batch) -> Rows:
+        """One forward of both; batch: on the device."""
+        config, device, most = self.model.config, self.teacher.device, self.counts[-1]
+        length = self.length if self.flex else batch.length
+        features, _ = self.teacher.features(batch.sequences, length)
+        embedded = self.teacher.embed(batch.block_ids(config.block_size, config.mask_token_id))
+        blocks = Blocks(config, batch.anchors, length, self.flex)
+        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision is torch.bfloat16):
+            drafted = self.model(embedded, features.to(self.precision), blocks)
+        hidden = drafted.flatten(0, 2)[batch.kept].float()
+        parts = [self._candidates(part, most) for part in hidden.split(self.loss_rows)]
+        tokens, log_q = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
+        labels = batch.labels.flatten()[batch.kept]
+        same = tokens == labels.unsqueeze(1)
+        place = torch.where(same.any(1), same.int().argmax(1), most)
+        before = torch.cat([batch.roots.unsqueeze(2), batch.labels[..., :-1]], 2).flatten()[batch.kept]
+        return Rows(hidden, before.unsqueeze(1), tokens, log_q, place, self._weights(batch, place))
+
+    def _candidates(self, hidden: Tensor, most: int) -> tuple[Tensor, Tensor]:
+        logits = self.model.logits(hidden, self.head)
+        values, columns = logits.topk(most, -1)
+        return self.ids[columns], values - logits.logsumexp(-1, keepdim=True)
+
+    def _weights(self, batch: batches.Batch, place: Tensor) -> Tensor:
+        """A slot counts where all true tokens before it are candidates: a tree comes nowhere else.
+
+        The first depth, whose marginal knows the token before it, does not count.
+        """
+        grid = torch.full_like(batch.labels, self.counts[-1]).flatten().index_copy_(0, batch.kept, place)
+        found = []
+        for count in self.counts:
+            reached = (grid.view_as(batch.labels) < count).cumprod(2)[..., :-1]
+            found.append(torch.nn.functional.pad(reached, (1, 0)) * batch.weights)
+        return torch.stack(found, -1).flatten(0, 2)[batch.kept]
+
+
+def losses(head: PairwiseHead, rows: Rows, counts: tuple[int, ...]) -> Tensor:
+    """The mean cross-entropy of candidates and rest, float32: [2, len(counts)], with the head and of the marginals."""
+    moved, rest = head.moved(rows.hidden, rows.previous, rows.tokens)
+    found = []
+    for moves, others in ((moved, rest), (torch.zeros_like(moved), torch.zeros_like(rest))):
+        for index, count in enumerate(counts):
+            scores, outside, norm = weighed(rows.log_q[:, :count], moves[..., :count], others)
+            inside = scores[:, 0].gather(1, rows.place.clamp(max=count - 1).unsqueeze(1))
+            chosen = torch.where(rows.place.unsqueeze(1) < count, inside, outside)
+            weights = rows.weights[:, index]
+            found.append(((norm - chosen)[:, 0] * weights).sum() / weights.sum().clamp(min=1e-9))
+    return torch.stack(found).view(2, len(counts))
+
+
+class PairwiseTrainer:
+    """One fit: the frozen pair, the head and its optimiser."""
+
+    def __init__(self, config: TrainConfig, drafter: str, target: Target, quiet: bool = False) -> None:
+        """Raises DDTreeError where something does not fit together."""
+        self.config, self.part, self.quiet, spec = config, config.pairwise, quiet, target.spec
+        self.run_files, self.device = Run(Path(config.folder)), target.spec.device
+        p, self.drafter = self.part, drafter
+        self.as_fit = replace(config.fit, steps=p.steps, minutes=p.minutes, lr=p.lr, final_lr=p.final_lr, warmup=p.warmup)
+        vocabulary = read_manifest(config.data_folder)["vocab_size"]
+        if vocabulary != spec.vocab_size:
+            raise InvalidOption(
+                f"{config.data_folder} was made by a model of {vocabulary} tokens, the target has {spec.vocab_size}:"
+                " make the data with this target"
+            )
+        model, folder = load_drafter(config, drafter)
+        model.config.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
+        if model.config.depths < 2:
+            raise InvalidOption(f"drafter {drafter!r} proposes one depth alone: a pairwise head needs two")
+        chats = batches.trainable(list(read_all(config.data_folder)))
+        self.chats = [chat for chat in chats if not chat.heldout]
+        self.heldout = [chat for chat in chats if chat.heldout][: p.eval_sequences]
+        need_any(self.chats, "chats to train on")
+        need_any(self.heldout, "held-out chats")
+        chosen = choose_vocabulary(p.vocabulary, folder or Path(config.folder), spec.vocab_size)
+        ids = torch.arange(spec.vocab_size) if chosen is None else chosen
+        longest = max(len(chat.ids) for chat in chats)
+        self.frozen = Frozen(config, target, model.to(self.device).eval(), longest, ids.to(self.device))
+        mark = fingerprint(model.norm.weight)
+        self.head = PairwiseHead.new(ids, spec.vocab_size, p.rank, spec.hidden_size, p.gate == "state", mark)
+        self.head = self.head.to(self.device)
+        self.factors = {name: getattr(self.head, name) for name in FACTORS if getattr(self.head, name) is not None}
+        self.by_depth = depth_weights(model.config.depths, config.fit.gamma)
+        for factor in self.factors.values():
+            factor.requires_grad_()
+        self.optimizer = torch.optim.AdamW(
+            self.factors.values(), p.lr, betas=(0.9, p.beta2), weight_decay=p.weight_decay,
+            fused=self.device.type == "cuda",
+        )  # fmt: skip
+        self.step, self.seconds = 0, 0.0
+        self.sound = torch.ones((), dtype=torch.bool, device=self.device)
+        self._resume()
+
+    def run(self, output: Path, max_minutes: float | None = None) -> dict[str, Any]:
+        """To the end of the schedule, or of the minutes; then the head is written."""
+        began, before, p, counts = time.monotonic(), self.seconds, self.part, self.frozen.counts
+        if self.frozen.why_not:
+            self._say(f"attention: sdpa; flex attention is not used: {self.frozen.why_not}")
+        line: dict[str, Any] = {"step": self.step, **self._measure()}
+        self._say(_shown(line))
+        with tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar, ahead(self.device) as maker:
+            ready, late = maker.submit(self._batch, self.step), self._over()
+            while self.step < p.steps and not late:
+                batch = ready.result().to(self.device)
+                ready = maker.submit(self._batch, self.step + 1)
+                self._one_step(batch)
+                now = time.monotonic() - began
+                self.seconds = before + now
+                late = self._over() or (max_minutes is not None and now > max_minutes * 60)
+                if self.step % p.eval_every == 0 or self.step == p.steps or late:
+                    self._check_sound()
+                    line = {"step": self.step, **self._measure(), "seconds": self.seconds}
+                    self._say(_shown(line))
+                    self.run_files.save(CHECKPOINT, self._state())
+                bar.update(1)
+        path = output / PAIRWISE
+        about = {"steps": self.step, "candidates": list(counts), "heldout": line["heldout"], "marginal": line["marginal"]}
+        self.head.write(path, about)
+        PairwiseHead.read(path)
+        parameters = sum(factor.numel() for factor in self.factors.values())
+        return {**line, "file": str(path), "bytes": path.stat().st_size, "parameters": parameters,
+                "attention": "flex" if self.frozen.flex else "sdpa"}  # fmt: skip
+
+    def _batch(self, step: int) -> batches.Batch:
+        """What step `step` (from 0) trains on."""
+        p, seed = self.part, self.config.fit.seed
+        names = batches.order(len(self.chats), step, p.batch, seed)
+        return batches.make([self.chats[name] for name in names], self.by_depth, p.anchors, seed, step * p.batch)
+
+    def _one_step(self, batch: batches.Batch) -> None:
+        """The host does not wait for the device."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate(self.as_fit, self.step, self.seconds)
+        rows = self.frozen.rows(batch)
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = losses(self.head, rows, self.frozen.counts)[0].mean()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self.sound &= loss.detach().isfinite()
+        self.optimizer.step()
+        self.step += 1
+
+    @torch.no_grad()
+    def _measure(self) -> dict[str, Any]:
+        """Cross-entropy on held-out chats, by the number of candidates."""
+        p, parts = self.part, []
+        for first in range(0, len(self.heldout), p.batch):
+            batch = batches.make(self.heldout[first : first + p.batch], self.by_depth, p.anchors, 1, first)
+            parts.append(losses(self.head, self.frozen.rows(batch.to(self.device)), self.frozen.counts))
+        with_head, without = torch.stack(parts).mean(0).tolist()
+        return {"heldout": with_head, "marginal": without}
+
+    def _over(self) -> bool:
+        """Whether the schedule's time is up."""
+        return 0 < self.part.minutes * 60 <= self.seconds
+
+    def _check_sound(self) -> None:
+        if not bool(self.sound):
+            raise InvalidOption(
+                f"the loss is no number at step {self.step} or shortly before: lower pairwise.lr and run again; the last"
+                " checkpoint is sound"
+            )
+
+    def _say(self, text: str) -> None:
+        """To standard error, also where no bar is shown."""
+        tqdm.write(text, file=sys.stderr)
+
+    def _state(self) -> dict[str, Any]:
+        return {"step": self.step, "seconds": self.seconds, "optimizer": self.optimizer.state_dict(),
+                "factors": {name: factor.detach() for name, factor in self.factors.items()},
+                "drafter": self.head.drafter, "token_ids": self.head.token_ids,
+                "config": json.dumps(as_dict(self.part))}  # fmt: skip
+
+    def _resume(self) -> None:
+        """Where a checkpoint is. Raises InvalidOption where it is of another head."""
+        last = self.run_files.load(CHECKPOINT)
+        if last is None:
+            return
+        before = json.loads(last["config"])
+        changed = [name for name in ("rank", "gate") if before[name] != getattr(self.part, name)]
+        changed += ["vocabulary"] if not torch.equal(last["token_ids"], self.head.token_ids.cpu()) else []
+        if changed or last["drafter"] != self.head.drafter:
+            what = f"pairwise.{changed[0]}" if changed else f"drafter {self.drafter!r}"
+            raise InvalidOption(
+                f"{self.run_files.folder / CHECKPOINT}.pt was begun with another {what}: set it back, delete the file, or"
+                " choose another folder"
+            )
+        with torch.no_grad():
+            for name, factor in self.factors.items():
+                factor.copy_(last["factors"][name])
+        self.optimizer.load_state_dict(last["optimizer"])
+        self.step, self.seconds = last["step"], last["seconds"]
+
+
+def _shown(line: dict[str, Any]) -> str:
+    pairs = " ".join(f"{a:.4f}/{b:.4f}" for a, b in zip(line["heldout"], line["marginal"], strict=True))
+    seconds = f", {line['seconds']:.0f} s" if "seconds" in line else ""
+    return f"step {line['step']}: held-out cross-entropy with the head / of the marginals {pairs}{seconds}"
