@@ -70,7 +70,7 @@ class SequenceContext:
             match = said.context.behind(tokens[:depth])
             if match is not None:
                 row = said.tokens[depth]
-                share = said.share(depth, row.index(match.token)) if match.token in row else 0.0
+                share = said.share(tokens[:depth], row.index(match.token)) if match.token in row else 0.0
                 index.confidence.learn(match.length, match.token == token, share)
 
 

@@ -4,6 +4,7 @@ from ddtree.tree.accept import Accepted, accept, cut
 from ddtree.tree.build import Nodes, best_first, chain, likeliest, union
 from ddtree.tree.context import Branch, Context, Guess, Guesses, Match
 from ddtree.tree.matches import Matches, TextIndex
+from ddtree.tree.pair import Pair
 from ddtree.tree.proposal import Proposal, best, largest, top_k
 from ddtree.tree.state import DraftTree, RoundState, Rows, unpack
 
@@ -17,6 +18,7 @@ __all__ = [
     "Match",
     "Matches",
     "Nodes",
+    "Pair",
     "Proposal",
     "RoundState",
     "Rows",

@@ -7,6 +7,8 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
+from ddtree.tree.pair import Pair
+
 
 class Match(NamedTuple):
     """What followed where the last tokens stood before."""
@@ -55,6 +57,7 @@ class Guesses:
     context: Context
     tokens: Sequence[Sequence[int]]  # [D][K], best first
     log_q: Sequence[Sequence[float]]  # [D][K], at most 0; -inf and NaN mark a missing rank
+    pair: Pair | None = None  # in the stead of log_q behind candidates: see best_first
 
     def behind(self, path: tuple[int, ...]) -> Guess | None:
         """The guess that follows the tokens of `path`; None where there is none, or no depth is left.
@@ -68,10 +71,15 @@ class Guesses:
         row = self.tokens[len(path)]
         rank = row.index(token) if token in row else len(row)
         # Rounding must not lift a score above 0: a child would outscore its parent.
-        hit = min(float(np.float32(log(c + (1 - c) * self.share(len(path), rank)))), 0.0)
+        hit = min(float(np.float32(log(c + (1 - c) * self.share(path, rank)))), 0.0)
         return Guess(token, rank, hit, float(np.float32(log(1 - c))))
 
-    def share(self, depth: int, rank: int) -> float:
-        """The drafter's probability of a depth's candidate; 0 where it is missing, or none."""
-        log_q = self.log_q[depth][rank] if rank < len(self.log_q[depth]) else -inf
+    def share(self, path: tuple[int, ...], rank: int) -> float:
+        """The drafter's probability of a candidate behind the tokens of `path`; 0 where it is missing, or none."""
+        depth = len(path)
+        if rank >= len(self.log_q[depth]):
+            return 0.0
+        log_q = self.log_q[depth][rank]
+        if self.pair is not None and depth and path[-1] in self.tokens[depth - 1]:
+            log_q = self.pair.share(depth, self.tokens[depth - 1].index(path[-1]), rank)
         return exp(log_q) if log_q > -inf else 0.0  # false for NaN

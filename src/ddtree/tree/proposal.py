@@ -15,6 +15,7 @@ class Proposal:
 
     tokens: Tensor  # [B, D, K] int64, best first
     log_q: Tensor  # [B, D, K] float32, natural log of the marginal, normalised over the draft vocabulary, at most 0
+    pair: Tensor | None = None  # [B, D - 1, K, K] float32, at most 0: of candidate j of depth d + 1 behind i of depth d
 
 
 def top_k(logits: Tensor, k: int, vocabulary: Tensor | None = None) -> Proposal:
