@@ -115,6 +115,12 @@ def evaluate(
     prompts: Annotated[
         str, typer.Option("--prompts", help="heldout, suite (that of ddtree bench), or a JSONL file of prompts.")
     ] = "heldout",
+    pairwise: Annotated[
+        str,
+        typer.Option(
+            "--pairwise", help="auto: with the pairwise head beside the drafter, or the run's own; off; or a folder."
+        ),
+    ] = "auto",
     output: Annotated[Path | None, typer.Option("--output", help="Write the JSON there as well.")] = None,
 ) -> None:
     """Acceptance length of chain and trees by category, ranks and calibration by depth; one JSON object."""
@@ -122,7 +128,8 @@ def evaluate(
         from ddtree.training.config import read
         from ddtree.training.evaluate import evaluate as measure_drafter
 
-    found = measure_drafter(read(config, overrides or ()), drafter, prompts, quiet=not sys.stderr.isatty())
+    chosen = read(config, overrides or ())
+    found = measure_drafter(chosen, drafter, prompts, quiet=not sys.stderr.isatty(), pairwise=pairwise)
     if output is not None:
         try:
             output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -9,8 +9,8 @@ from tqdm import tqdm
 
 from ddtree import models
 from ddtree.bench.suite import load_prompts
-from ddtree.config import SamplingParams
-from ddtree.drafter import DrafterConfig
+from ddtree.config import PAIRWISE, SamplingParams
+from ddtree.drafter import DrafterConfig, PairwiseHead, fingerprint
 from ddtree.engine.device import standing_on
 from ddtree.errors import InvalidOption
 from ddtree.layers.fields import read_config
@@ -43,12 +43,17 @@ def load_drafter(config: TrainConfig, drafter: str) -> tuple[DraftModel, Path | 
 
 
 def evaluate(
-    config: TrainConfig, drafter: str = "best", prompts: str = "heldout", quiet: bool = False
+    config: TrainConfig,
+    drafter: str = "best",
+    prompts: str = "heldout",
+    quiet: bool = False,
+    pairwise: str = "auto",
 ) -> dict[str, Any]:
     """Acceptance lengths of chain and trees by category, ranks by depth, calibration.
 
     prompts: heldout, suite, or a JSONL file; answers to the latter two are generated first, by the target alone.
-    A round counts when the answer has a whole block behind its root, so that no end cuts it.
+    pairwise: auto, off, or a folder: with a pairwise head everything is told with it and without, from the same marginals
+    (`find_pairwise`). A round counts when the answer has a whole block behind its root, so that no end cuts it.
     """
     (model, folder), c = load_drafter(config, drafter), config.eval
     if prompts == "heldout":
@@ -59,14 +64,36 @@ def evaluate(
     need_any(chats, "held-out chats")
     spec, shape = target.spec, model.config
     shape.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
+    pair = find_pairwise(pairwise, model, folder, config)
+    if pair is not None:
+        pair.check_fits(spec.vocab_size, spec.hidden_size, fingerprint(model.norm.weight))
+        pair = pair.to(spec.device)
     with standing_on(spec.device):
         teacher = Teacher(target, shape.target_layer_ids, max(len(chat.ids) for chat in chats))
         head = teacher.head(precision(config.fit.precision, spec.device))
-        found = Measures(shape.depths, c.budgets)
+        found = Measures(shape.depths, c.budgets, pair is not None)
         bar = tqdm(chats, unit="answer", disable=quiet)
-        measure(model.to(spec.device), teacher, head, bar, found, top_k=c.top_k, anchors=c.anchors)
-    return {"model": config.target.model, "drafter": drafter, "prompts": prompts, "skipped": skipped,
+        measure(model.to(spec.device), teacher, head, bar, found, top_k=c.top_k, anchors=c.anchors,
+                pairwise=pair)  # fmt: skip
+    return {"model": config.target.model, "drafter": drafter, "prompts": prompts, "skipped": skipped, "pairwise": pair is not None,
             "precision": str(head.dtype).removeprefix("torch."), **found.report()}  # fmt: skip
+
+
+def find_pairwise(pairwise: str, model: DraftModel, folder: Path | None, config: TrainConfig) -> PairwiseHead | None:
+    """The head that a drafter is measured with.
+
+    pairwise: off; a folder that holds a head; or auto: that of the drafter's folder, else the run's where it was fitted to
+    this drafter. Raises ModelNotFound or DamagedFile.
+    """
+    if pairwise == "off":
+        return None
+    if pairwise != "auto":
+        return PairwiseHead.read(Path(pairwise) / PAIRWISE)
+    if folder is not None and (folder / PAIRWISE).exists():
+        return PairwiseHead.read(folder / PAIRWISE)
+    own = Path(config.folder) / PAIRWISE
+    head = PairwiseHead.read(own) if own.exists() else None
+    return head if head is not None and head.drafter == fingerprint(model.norm.weight) else None
 
 
 def _prompts(name: str) -> list[Prompt]:

@@ -8,14 +8,17 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ddtree.drafter import PairwiseHead
 from ddtree.training.attention import Blocks
 from ddtree.training.model import DraftModel
 from ddtree.training.shards import Chat
 from ddtree.training.teacher import Teacher
-from ddtree.tree import best_first
+from ddtree.tree import Nodes, Pair, best_first, chain
 from ddtree.tree import top_k as candidates
 
 BINS = 10  # of probability, equally wide
+PAIRWISE = "+pairwise"  # behind the names of what pair scores make
+NEXT = ("spine", "sibling")  # contexts of at least one drafted token: all of them the best, or all but the last
 RANKS = (0, 1, 2, 3, 7, 15, 63)  # bounds of the classes of ranks
 
 
@@ -27,14 +30,39 @@ class Drafts:
     log_q: Tensor  # [R, D, K] float32, best first
     ranks: Tensor  # [R, D] int64: how many tokens stand before the true one
     true_log_q: Tensor  # [R, D] float32
+    pair: Tensor | None = None  # [R, D - 1, K, K] float32, of a pairwise head
+
+
+@dataclass
+class Next:
+    """How often the best candidate behind a token is the true one."""
+
+    contexts: int = 0
+    marginal: int = 0  # right by the drafter's own scores
+    pairwise: int = 0  # by the pair scores
+
+    def __iadd__(self, other: "Next") -> "Next":
+        self.contexts += other.contexts
+        self.marginal += other.marginal
+        self.pairwise += other.pairwise
+        return self
+
+    def report(self, pairwise: bool) -> dict[str, float]:
+        """As parts of the contexts."""
+        seen = max(self.contexts, 1)
+        found = {"contexts": self.contexts, "marginal": self.marginal / seen}
+        return found | ({"pairwise": self.pairwise / seen} if pairwise else {})
 
 
 class Measures:
     """Sums over answers."""
 
-    def __init__(self, depths: int, budgets: Sequence[int]) -> None:
-        self.depths, self.budgets = depths, tuple(budgets)
-        self.names = ("chain", *(f"tree@{budget}" for budget in self.budgets))
+    def __init__(self, depths: int, budgets: Sequence[int], pairwise: bool = False) -> None:
+        """pairwise: whether drafts have pair scores, which are measured beside the marginals alone."""
+        self.depths, self.budgets, self.pairwise = depths, tuple(budgets), pairwise
+        plain = ("chain", *(f"tree@{budget}" for budget in self.budgets))
+        self.names = (*plain, *(f"{name}{PAIRWISE}" for name in plain)) if pairwise else plain
+        self.next = {name: Next() for name in NEXT}
         self.rounds: dict[str, Counter[str]] = defaultdict(Counter)  # by group, by name
         self.tokens: dict[str, Counter[str]] = defaultdict(Counter)
         self.rank_counts = [Counter[int]() for _ in range(depths)]
@@ -45,11 +73,14 @@ class Measures:
     def add(self, chat: Chat, drafts: Drafts) -> None:
         """Count one answer."""
         groups = ("all", chat.kind, "greedy" if chat.greedy else "sampled")
-        for name, budget in zip(self.names, (None, *self.budgets), strict=True):
-            steps = walk(drafts, budget)
+        budgets = (None, *self.budgets)
+        for number, name in enumerate(self.names):
+            steps = walk(drafts, budgets[number % len(budgets)], number >= len(budgets))
             for group in groups:
                 self.rounds[group][name] += len(steps)
                 self.tokens[group][name] += sum(steps)
+        for name, found in next_tokens(drafts).items():
+            self.next[name] += found
         self.answers += 1
         self.blocks += len(drafts.ranks)
         for depth, column in enumerate(drafts.ranks.T.tolist()):
@@ -76,6 +107,7 @@ class Measures:
             "rounds": dict(self.rounds["all"]),
             "decoding": {group: self.acceptance(group) for group in decoding},
             "categories": {group: self.acceptance(group) for group in sorted(groups)},
+            "next_token": {name: found.report(self.pairwise) for name, found in self.next.items()},
             "depths": [self._depth(depth) for depth in range(self.depths)],
             "calibration": self._calibration(self.bins.sum(1)),
         }
@@ -106,17 +138,24 @@ def measure(
     *,
     top_k: int,
     anchors: int,
+    pairwise: PairwiseHead | None = None,
 ) -> None:
     """Count what the drafter would have drafted behind every token of these answers. anchors: blocks of a forward."""
     model.eval()
     for chat in chats:
-        drafts = draft(model, teacher, head, chat, top_k, anchors)
+        drafts = draft(model, teacher, head, chat, top_k, anchors, pairwise)
         if drafts is not None:
             into.add(chat, drafts)
 
 
 def draft(
-    model: DraftModel, teacher: Teacher, head: Tensor, chat: Chat, top_k: int, anchors: int = 64
+    model: DraftModel,
+    teacher: Teacher,
+    head: Tensor,
+    chat: Chat,
+    top_k: int,
+    anchors: int = 64,
+    pairwise: PairwiseHead | None = None,
 ) -> Drafts | None:
     """None where the answer is no longer than a block."""
     config = model.config
@@ -125,15 +164,16 @@ def draft(
     if first >= behind:
         return None
     features, _ = teacher.features([ids], len(ids))
-    kept: list[tuple[Tensor, Tensor, Tensor]] = []
+    kept: list[tuple[Tensor, ...]] = []
     for part in torch.arange(first, behind, device=teacher.device).split(anchors):
         hidden = hidden_states(model, teacher, features.to(head.dtype), ids, part)
         with torch.inference_mode():
             logits = model.logits(hidden.flatten(0, 1), head).unflatten(0, hidden.shape[:2])  # [A, D, V]
             true = ids[part.unsqueeze(1) + torch.arange(1, config.block_size, device=ids.device)]
-            kept.append(_compare(logits, true, top_k))
-    log_q, ranks, true_log_q = (torch.cat(tensors).cpu() for tensors in zip(*kept, strict=True))
-    return Drafts(first, log_q, ranks, true_log_q)
+            best = candidates(logits, top_k)
+            pair = () if pairwise is None else (pairwise.pair(hidden, best.tokens, best.log_q),)
+            kept.append((best.log_q, *_compare(logits, true), *pair))
+    return Drafts(first, *(torch.cat(tensors).cpu() for tensors in zip(*kept, strict=True)))
 
 
 @torch.inference_mode()
@@ -149,32 +189,51 @@ def hidden_states(model: DraftModel, teacher: Teacher, features: Tensor, ids: Te
     return hidden
 
 
-def _compare(logits: Tensor, true: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Candidates' log-probabilities, ranks of the true tokens (ties by lowest id) and their log-probabilities."""
+def _compare(logits: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """Ranks of the true tokens (ties by lowest id), and their log-probabilities."""
     value = logits.gather(-1, true.unsqueeze(-1))
     index = torch.arange(logits.shape[-1], device=logits.device)
     before = (logits > value) | ((logits == value) & (index < true.unsqueeze(-1)))
-    log_q = (value - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
-    return candidates(logits, top_k).log_q, before.sum(-1), log_q
+    return before.sum(-1), (value - logits.logsumexp(-1, keepdim=True)).squeeze(-1)
 
 
-def walk(drafts: Drafts, budget: int | None) -> list[int]:
-    """Tokens of each round from the first root on, as decoding goes: the next root is the bonus. None: the chain."""
+def next_tokens(drafts: Drafts) -> dict[str, Next]:
+    """Whether the next token is the likeliest, behind all roots: on the best tokens, and just behind another candidate.
+
+    The same contexts with and without pair scores.
+    """
+    ranks, most = drafts.ranks, drafts.log_q.shape[2]
+    best = (ranks == 0).cumprod(1).bool()  # [R, D]: this token and all before it
+    above = torch.nn.functional.pad(best[:, :-2], (1, 0), value=True)
+    contexts = {"spine": best[:, :-1], "sibling": above & (ranks[:, :-1] > 0) & (ranks[:, :-1] < most)}
+    right, chosen = ranks[:, 1:] == 0, torch.zeros_like(ranks[:, 1:], dtype=torch.bool)
+    if drafts.pair is not None:
+        before = ranks[:, :-1].clamp(max=most - 1)[:, :, None, None].expand(-1, -1, 1, most)
+        chosen = drafts.pair.gather(2, before).squeeze(2).argmax(-1) == ranks[:, 1:]
+    return {
+        name: Next(int(where.sum()), int((where & right).sum()), int((where & chosen).sum()))
+        for name, where in contexts.items()
+    }
+
+
+def walk(drafts: Drafts, budget: int | None, pairwise: bool = False) -> list[int]:
+    """Tokens of each round from the first root on, as decoding goes: the next root is the bonus.
+
+    budget: None is the chain; pairwise: by the pair scores, which the drafts must have.
+    """
     steps, at = [], 0
     while at < len(drafts.ranks):
-        ranks = drafts.ranks[at].tolist()
-        accepted = _chain(ranks) if budget is None else _tree(drafts.log_q[at].tolist(), ranks, budget)
+        pair = Pair.of(drafts.pair[at]) if pairwise and drafts.pair is not None else None
+        nodes = chain(drafts.ranks.shape[1], pair) if budget is None else best_first(
+            drafts.log_q[at].tolist(), budget, pair=pair
+        )  # fmt: skip
+        accepted = _accepted(nodes, drafts.ranks[at].tolist())
         steps.append(accepted + 1)
         at += accepted + 1
     return steps
 
 
-def _chain(ranks: Sequence[int]) -> int:
-    return next((depth for depth, rank in enumerate(ranks) if rank), len(ranks))
-
-
-def _tree(log_q: Sequence[Sequence[float]], ranks: Sequence[int], budget: int) -> int:
-    nodes = best_first(log_q, budget)
+def _accepted(nodes: Nodes, ranks: Sequence[int]) -> int:
     rows = {(parent, rank): row for row, (parent, rank) in enumerate(zip(nodes.parents, nodes.ranks, strict=True))}
     row = accepted = 0
     for rank in ranks:

@@ -21,7 +21,7 @@ class Pair:
     def of(cls, scores: Tensor) -> "Pair":
         """scores: [D - 1, K, K] float32, [d, i, j]; equals stay in the order of j, and NaN counts as missing."""
         known = scores.nan_to_num(nan=-torch.inf, neginf=-torch.inf)
-        log_q, ranks = known.sort(-1, descending=True, stable=True)
+        log_q, ranks = known.sort(stable=True, dim=-1, descending=True)
         return cls(log_q.tolist(), ranks.tolist())
 
     def share(self, depth: int, before: int, rank: int) -> float:
