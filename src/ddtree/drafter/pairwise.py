@@ -41,14 +41,18 @@ class PairwiseHead:
     drafter: str  # `fingerprint` of the drafter that it was made with
 
     @classmethod
-    def new(cls, token_ids: Tensor, vocab_size: int, rank: int, hidden: int, gated: bool, drafter: str) -> "PairwiseHead":
-        """One that changes nothing yet: V is 0, U random, G 0. token_ids: [W] int64, ascending, each once."""
-        generator = torch.Generator().manual_seed(0)
-        before = torch.randn(len(token_ids) + 1, rank, generator=generator) * rank**-0.5
-        before[-1] = 0.0
-        gate = torch.zeros(rank, hidden) if gated else None
-        places = _places(token_ids, vocab_size)
-        return cls(token_ids, before, torch.zeros_like(before), torch.zeros(rank), gate, places, drafter)
+    def of(
+        cls,
+        token_ids: Tensor,
+        vocab_size: int,
+        factors: tuple[Tensor, Tensor],
+        rest: Tensor,
+        gate: Tensor | None,
+        drafter: str,
+    ) -> "PairwiseHead":
+        """factors: U and V of the listed tokens alone, [W, r] each; all on one device. Differentiable in them."""
+        before, behind = (F.pad(rows, (0, 0, 0, 1)) for rows in factors)
+        return cls(token_ids, before, behind, rest, gate, _places(token_ids, vocab_size), drafter)
 
     @property
     def rank(self) -> int:
@@ -139,8 +143,7 @@ class PairwiseHead:
         sound = sound and all(bool(t.isfinite().all()) for t in (before, behind, rest, *([] if gate is None else [gate])))
         if not sound:
             raise DamagedFile(f"{path} holds tensors that do not belong together: write it anew")
-        before, behind = (F.pad(rows, (0, 0, 0, 1)) for rows in (before, behind))
-        return cls(ids, before, behind, rest, gate, _places(ids, size), drafter)
+        return cls.of(ids, size, (before, behind), rest, gate, drafter)
 
 
 def normalised(log_q: Tensor, moved: Tensor, rest: Tensor) -> Tensor:
@@ -168,6 +171,6 @@ def fingerprint(norm: Tensor) -> str:
 
 
 def _places(token_ids: Tensor, vocab_size: int) -> Tensor:
-    places = torch.full((vocab_size,), len(token_ids), dtype=torch.int64)
-    places[token_ids] = torch.arange(len(token_ids))
+    places = torch.full((vocab_size,), len(token_ids), dtype=torch.int64, device=token_ids.device)
+    places[token_ids] = torch.arange(len(token_ids), device=token_ids.device)
     return places

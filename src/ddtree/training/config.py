@@ -157,7 +157,7 @@ class PairwisePart:
     minutes: float = 0.0  # above 0: the rate falls by the clock too, and the fit ends then, or with `steps`
     batch: int = 64  # sequences of a step, in one forward
     anchors: int = 48  # blocks of a sequence
-    lr: float = 4e-3
+    lr: float = 2e-3
     final_lr: float = 0.02  # part of lr at the last step
     warmup: int = 100
     weight_decay: float = 0.0

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from tqdm import tqdm
 
 from ddtree.config import PAIRWISE
@@ -29,7 +29,6 @@ from ddtree.training.schedule import ahead, learning_rate, precision
 from ddtree.training.shards import read_all, read_manifest
 from ddtree.training.teacher import Teacher, load_target
 
-FACTORS = ("before", "behind", "rest", "gate")  # what is fitted
 CHECKPOINT = "pairwise"  # its name in the run's folder
 
 
@@ -121,6 +120,32 @@ class Frozen:
         return torch.stack(found, -1).flatten(0, 2)[batch.kept]
 
 
+class Factors(nn.Module):
+    """What is fitted: a head whose factors are a product of the target's embedding, and a table of each token's own.
+
+    By the embedding a token learns from those that are like it; written down, a head has one table of both.
+    """
+
+    def __init__(self, embedding: Tensor, rank: int, gated: bool) -> None:
+        """embedding: [W, H] of the listed tokens. A new head changes nothing: V is 0."""
+        super().__init__()
+        count, hidden = embedding.shape
+        self.embedding: Tensor
+        self.register_buffer("embedding", embedding / embedding.float().norm(dim=1).mean(), persistent=False)
+        generator = torch.Generator().manual_seed(0)
+        self.project = nn.Parameter(torch.randn(hidden, rank, generator=generator) * rank**-0.5)
+        self.project_behind = nn.Parameter(torch.zeros(hidden, rank))
+        self.before, self.behind = (nn.Parameter(torch.zeros(count, rank)) for _ in range(2))
+        self.rest = nn.Parameter(torch.zeros(rank))
+        self.gate = nn.Parameter(torch.zeros(rank, hidden)) if gated else None
+
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """U and V [W, r], float32."""
+        e = self.embedding
+        return ((e @ self.project.to(e.dtype)).float() + self.before,
+                (e @ self.project_behind.to(e.dtype)).float() + self.behind)  # fmt: skip
+
+
 def losses(head: PairwiseHead, rows: Rows, counts: tuple[int, ...]) -> Tensor:
     """The mean cross-entropy of candidates and rest, float32: [2, len(counts)], with the head and of the marginals."""
     moved, rest = head.moved(rows.hidden, rows.previous, rows.tokens)
@@ -144,10 +169,10 @@ class PairwiseTrainer:
         self.run_files, self.device = Run(Path(config.folder)), target.spec.device
         p, self.drafter = self.part, drafter
         self.as_fit = replace(config.fit, steps=p.steps, minutes=p.minutes, lr=p.lr, final_lr=p.final_lr, warmup=p.warmup)
-        vocabulary = read_manifest(config.data_folder)["vocab_size"]
-        if vocabulary != spec.vocab_size:
+        self.vocab_size = read_manifest(config.data_folder)["vocab_size"]
+        if self.vocab_size != spec.vocab_size:
             raise InvalidOption(
-                f"{config.data_folder} was made by a model of {vocabulary} tokens, the target has {spec.vocab_size}:"
+                f"{config.data_folder} was made by a model of {self.vocab_size} tokens, the target has {spec.vocab_size}:"
                 " make the data with this target"
             )
         model, folder = load_drafter(config, drafter)
@@ -163,20 +188,22 @@ class PairwiseTrainer:
         ids = torch.arange(spec.vocab_size) if chosen is None else chosen
         longest = max(len(chat.ids) for chat in chats)
         self.frozen = Frozen(config, target, model.to(self.device).eval(), longest, ids.to(self.device))
-        mark = fingerprint(model.norm.weight)
-        self.head = PairwiseHead.new(ids, spec.vocab_size, p.rank, spec.hidden_size, p.gate == "state", mark)
-        self.head = self.head.to(self.device)
-        self.factors = {name: getattr(self.head, name) for name in FACTORS if getattr(self.head, name) is not None}
+        self.mark = fingerprint(model.norm.weight)
+        embedding = self.frozen.teacher.embed(self.frozen.ids).to(self.frozen.precision)
+        self.factors = Factors(embedding, p.rank, p.gate == "state").to(self.device)
         self.by_depth = depth_weights(model.config.depths, config.fit.gamma)
-        for factor in self.factors.values():
-            factor.requires_grad_()
         self.optimizer = torch.optim.AdamW(
-            self.factors.values(), p.lr, betas=(0.9, p.beta2), weight_decay=p.weight_decay,
+            self.factors.parameters(), p.lr, betas=(0.9, p.beta2), weight_decay=p.weight_decay,
             fused=self.device.type == "cuda",
         )  # fmt: skip
         self.step, self.seconds = 0, 0.0
         self.sound = torch.ones((), dtype=torch.bool, device=self.device)
         self._resume()
+
+    def head(self) -> PairwiseHead:
+        """As it is now; gradients go through it."""
+        f = self.factors
+        return PairwiseHead.of(self.frozen.ids, self.vocab_size, f.factors(), f.rest, f.gate, self.mark)
 
     def run(self, output: Path, max_minutes: float | None = None) -> dict[str, Any]:
         """To the end of the schedule, or of the minutes; then the head is written."""
@@ -202,10 +229,10 @@ class PairwiseTrainer:
                 bar.update(1)
         path = output / PAIRWISE
         about = {"steps": self.step, "candidates": list(counts), "heldout": line["heldout"], "marginal": line["marginal"]}
-        self.head.write(path, about)
+        head = self.head()
+        head.write(path, about)
         PairwiseHead.read(path)
-        parameters = sum(factor.numel() for factor in self.factors.values())
-        return {**line, "file": str(path), "bytes": path.stat().st_size, "parameters": parameters,
+        return {**line, "file": str(path), "bytes": path.stat().st_size, "rank": head.rank,
                 "attention": "flex" if self.frozen.flex else "sdpa"}  # fmt: skip
 
     def _batch(self, step: int) -> batches.Batch:
@@ -220,7 +247,7 @@ class PairwiseTrainer:
             group["lr"] = learning_rate(self.as_fit, self.step, self.seconds)
         rows = self.frozen.rows(batch)
         self.optimizer.zero_grad(set_to_none=True)
-        loss = losses(self.head, rows, self.frozen.counts)[0].mean()
+        loss = losses(self.head(), rows, self.frozen.counts)[0].mean()
         loss.backward()  # type: ignore[no-untyped-call]
         self.sound &= loss.detach().isfinite()
         self.optimizer.step()
@@ -229,10 +256,10 @@ class PairwiseTrainer:
     @torch.no_grad()
     def _measure(self) -> dict[str, Any]:
         """Cross-entropy on held-out chats, by the number of candidates."""
-        p, parts = self.part, []
+        p, head, parts = self.part, self.head(), []
         for first in range(0, len(self.heldout), p.batch):
             batch = batches.make(self.heldout[first : first + p.batch], self.by_depth, p.anchors, 1, first)
-            parts.append(losses(self.head, self.frozen.rows(batch.to(self.device)), self.frozen.counts))
+            parts.append(losses(head, self.frozen.rows(batch.to(self.device)), self.frozen.counts))
         with_head, without = torch.stack(parts).mean(0).tolist()
         return {"heldout": with_head, "marginal": without}
 
@@ -253,8 +280,7 @@ class PairwiseTrainer:
 
     def _state(self) -> dict[str, Any]:
         return {"step": self.step, "seconds": self.seconds, "optimizer": self.optimizer.state_dict(),
-                "factors": {name: factor.detach() for name, factor in self.factors.items()},
-                "drafter": self.head.drafter, "token_ids": self.head.token_ids,
+                "factors": self.factors.state_dict(), "drafter": self.mark, "token_ids": self.frozen.ids,
                 "config": json.dumps(as_dict(self.part))}  # fmt: skip
 
     def _resume(self) -> None:
@@ -264,16 +290,14 @@ class PairwiseTrainer:
             return
         before = json.loads(last["config"])
         changed = [name for name in ("rank", "gate") if before[name] != getattr(self.part, name)]
-        changed += ["vocabulary"] if not torch.equal(last["token_ids"], self.head.token_ids.cpu()) else []
-        if changed or last["drafter"] != self.head.drafter:
+        changed += ["vocabulary"] if not torch.equal(last["token_ids"], self.frozen.ids.cpu()) else []
+        if changed or last["drafter"] != self.mark:
             what = f"pairwise.{changed[0]}" if changed else f"drafter {self.drafter!r}"
             raise InvalidOption(
                 f"{self.run_files.folder / CHECKPOINT}.pt was begun with another {what}: set it back, delete the file, or"
                 " choose another folder"
             )
-        with torch.no_grad():
-            for name, factor in self.factors.items():
-                factor.copy_(last["factors"][name])
+        self.factors.load_state_dict(last["factors"])
         self.optimizer.load_state_dict(last["optimizer"])
         self.step, self.seconds = last["step"], last["seconds"]
 
