@@ -1,17 +1,17 @@
 """A low-rank term that makes a drafter's marginals conditional: what a token says of the token behind it.
 
-A block drafter scores every depth by itself. Behind a candidate that is not the best one, its next depth still says what
-would follow the best. The head moves the score of token t behind token p by z . V[t], with z = U[p] * (1 + G h), h being
-the drafter's last hidden state of t's depth. Only candidates are scored, and what is left of the mass is one class more, so
-a draft costs no product with the vocabulary.
+A block drafter scores every depth by itself. Behind a candidate that is not the best one, its next depth still says
+what would follow the best. The head moves the score of token t behind token p by z . V[t], z = U[p] * (1 + G h), where
+h is the drafter's last hidden state of t's depth. Only candidates are scored, and what is left of the mass is one class
+more, so a draft costs no further product with the vocabulary.
 
-The file lies in a folder of its own beside the weights, since loaders of Hugging Face folders take every .safetensors file
-in there for weights.
+The file lies in a folder of its own beside the weights, since loaders of Hugging Face folders take every .safetensors
+file in there for weights.
 """
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -61,9 +61,8 @@ class PairwiseHead:
 
     def to(self, device: torch.device) -> "PairwiseHead":
         """The same on a device."""
-        gate = None if self.gate is None else self.gate.to(device)
-        tensors = (self.token_ids, self.before, self.behind, self.rest)
-        return PairwiseHead(*(t.to(device) for t in tensors), gate, self.places.to(device), self.drafter)
+        moved = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        return replace(self, **moved)
 
     def moved(self, hidden: Tensor, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """By how much candidates are moved, before they are normalised.
@@ -136,12 +135,7 @@ class PairwiseHead:
         except (SafetensorError, OSError, KeyError, ValueError) as error:
             raise DamagedFile(f"{path} is no whole pairwise head ({error}): write it anew") from error
         gate = tensors["gate"].float() if "gate" in tensors else None
-        count, rank = before.shape if before.dim() == 2 else (0, 0)
-        sound = ids.shape == (count,) and behind.shape == before.shape and rest.shape == (rank,) and count > 0
-        sound = sound and (gate is None or (gate.dim() == 2 and len(gate) == rank))
-        sound = sound and bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < size
-        sound = sound and all(bool(t.isfinite().all()) for t in (before, behind, rest, *([] if gate is None else [gate])))
-        if not sound:
+        if not _sound(ids, size, before, behind, rest, gate):
             raise DamagedFile(f"{path} holds tensors that do not belong together: write it anew")
         return cls.of(ids, size, (before, behind), rest, gate, drafter)
 
@@ -168,6 +162,18 @@ def weighed(log_q: Tensor, moved: Tensor, rest: Tensor) -> tuple[Tensor, Tensor,
 def fingerprint(norm: Tensor) -> str:
     """What tells a drafter from another: its last norm's weights [H], as bfloat16, which any fit changes."""
     return sha256(norm.detach().to("cpu", torch.bfloat16).view(torch.int16).numpy().tobytes()).hexdigest()[:16]
+
+
+def _sound(ids: Tensor, vocab_size: int, before: Tensor, behind: Tensor, rest: Tensor, gate: Tensor | None) -> bool:
+    """Whether a file's tensors belong together."""
+    if before.dim() != 2 or behind.shape != before.shape or ids.shape != before.shape[:1] or not len(ids):
+        return False
+    rank = before.shape[1]
+    if rest.shape != (rank,) or (gate is not None and (gate.dim() != 2 or len(gate) != rank)):
+        return False
+    listed = bool((ids.diff() > 0).all()) and int(ids[0]) >= 0 and int(ids[-1]) < vocab_size
+    tensors = (before, behind, rest, *([] if gate is None else [gate]))
+    return listed and all(bool(tensor.isfinite().all()) for tensor in tensors)
 
 
 def _places(token_ids: Tensor, vocab_size: int) -> Tensor:

@@ -150,7 +150,7 @@ class PairwisePart:
     """[pairwise]: the head of `ddtree train pair`. Seed, gamma, precision, attention and loss_rows are [fit]'s."""
 
     rank: int = 64  # of its two factors
-    gate: str = "state"  # state: the drafter's last hidden state scales the ranks; none: the token before is all it sees
+    gate: str = "state"  # state: the drafter's last hidden state scales the ranks; none: it has no say
     vocabulary: str = "auto"  # tokens that it knows: as --draft-vocab, from the drafter's own list
     candidates: tuple[int, ...] = (8, 16, 32)  # of a depth, among which it learns to tell; each counts alike
     steps: int = 3000

@@ -29,17 +29,25 @@ from ddtree.training.teacher import Teacher, load_target
 BATCH = 8  # answers generated at once
 
 
-def load_drafter(config: TrainConfig, drafter: str) -> tuple[DraftModel, Path | None]:
-    """drafter: last or best, the run's checkpoints; else a z-lab folder, a name or a hub id, whose folder is told too."""
-    if drafter not in ("last", "best"):
-        folder = models.resolve_drafter(drafter, config.target.model)
-        if folder is None:
-            raise InvalidOption(f"--drafter {drafter!r} names no drafter: give last, best or a folder")
-        return DraftModel.read(DrafterConfig.read(read_config(folder)), folder), folder
+def drafter_folder(config: TrainConfig, drafter: str) -> Path | None:
+    """Of a z-lab folder, a name or a hub id; None for last and best, the run's checkpoints."""
+    if drafter in ("last", "best"):
+        return None
+    folder = models.resolve_drafter(drafter, config.target.model)
+    if folder is None:
+        raise InvalidOption(f"--drafter {drafter!r} names no drafter: give last, best or a folder")
+    return folder
+
+
+def load_drafter(config: TrainConfig, drafter: str) -> DraftModel:
+    """drafter: last or best, the run's checkpoints; else a z-lab folder, a name or a hub id."""
+    folder = drafter_folder(config, drafter)
+    if folder is not None:
+        return DraftModel.read(DrafterConfig.read(read_config(folder)), folder)
     state = Run(Path(config.folder)).need(drafter)
     model = DraftModel(DrafterConfig.read(json.loads(state["raw"])))
     model.load_state_dict(weights_of(state))
-    return model, None
+    return model
 
 
 def evaluate(
@@ -52,10 +60,10 @@ def evaluate(
     """Acceptance lengths of chain and trees by category, ranks by depth, calibration.
 
     prompts: heldout, suite, or a JSONL file; answers to the latter two are generated first, by the target alone.
-    pairwise: auto, off, or a folder: with a pairwise head everything is told with it and without, from the same marginals
-    (`find_pairwise`). A round counts when the answer has a whole block behind its root, so that no end cuts it.
+    pairwise: auto, off, or a folder: see `find_pairwise`. With a head, lengths are told with it and without, from the
+    same marginals. A round counts when the answer has a whole block behind its root, so that no end cuts it.
     """
-    (model, folder), c = load_drafter(config, drafter), config.eval
+    model, c = load_drafter(config, drafter), config.eval
     if prompts == "heldout":
         target = load_target(config.target)
         chats, skipped = [chat for chat in read_all(config.data_folder) if chat.heldout][: c.sequences], 0
@@ -64,7 +72,7 @@ def evaluate(
     need_any(chats, "held-out chats")
     spec, shape = target.spec, model.config
     shape.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
-    pair = find_pairwise(pairwise, model, folder, config)
+    pair = find_pairwise(config, drafter, pairwise, model)
     if pair is not None:
         pair.check_fits(spec.vocab_size, spec.hidden_size, fingerprint(model.norm.weight))
         pair = pair.to(spec.device)
@@ -75,20 +83,22 @@ def evaluate(
         bar = tqdm(chats, unit="answer", disable=quiet)
         measure(model.to(spec.device), teacher, head, bar, found, top_k=c.top_k, anchors=c.anchors,
                 pairwise=pair)  # fmt: skip
-    return {"model": config.target.model, "drafter": drafter, "prompts": prompts, "skipped": skipped, "pairwise": pair is not None,
-            "precision": str(head.dtype).removeprefix("torch."), **found.report()}  # fmt: skip
+    return {"model": config.target.model, "drafter": drafter, "prompts": prompts, "skipped": skipped,
+            "pairwise": pair is not None, "precision": str(head.dtype).removeprefix("torch."),
+            **found.report()}  # fmt: skip
 
 
-def find_pairwise(pairwise: str, model: DraftModel, folder: Path | None, config: TrainConfig) -> PairwiseHead | None:
+def find_pairwise(config: TrainConfig, drafter: str, pairwise: str, model: DraftModel) -> PairwiseHead | None:
     """The head that a drafter is measured with.
 
-    pairwise: off; a folder that holds a head; or auto: that of the drafter's folder, else the run's where it was fitted to
-    this drafter. Raises ModelNotFound or DamagedFile.
+    pairwise: off; a folder that holds a head; or auto: that of the drafter's folder, else the run's own, if it was
+    fitted to this drafter. Raises ModelNotFound or DamagedFile.
     """
     if pairwise == "off":
         return None
     if pairwise != "auto":
         return PairwiseHead.read(Path(pairwise) / PAIRWISE)
+    folder = drafter_folder(config, drafter)
     if folder is not None and (folder / PAIRWISE).exists():
         return PairwiseHead.read(folder / PAIRWISE)
     own = Path(config.folder) / PAIRWISE

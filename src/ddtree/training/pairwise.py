@@ -1,9 +1,9 @@
-"""`ddtree train pair`: a low-rank head that tells what follows each candidate, fitted to a drafter that stays as it is."""
+"""`ddtree train pair`: a low-rank head that says what follows each candidate, fitted to a frozen drafter."""
 
 import json
 import sys
 import time
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,16 +18,15 @@ from ddtree.engine.device import standing_on
 from ddtree.errors import InvalidOption
 from ddtree.target import Target
 from ddtree.training import batches
-from ddtree.training.attention import Blocks, flex_works
 from ddtree.training.checkpoint import Run
 from ddtree.training.config import TrainConfig, as_dict
 from ddtree.training.data import need_any
-from ddtree.training.evaluate import load_drafter
+from ddtree.training.evaluate import drafter_folder, load_drafter
+from ddtree.training.frozen import Frozen, Rows
 from ddtree.training.loss import depth_weights
-from ddtree.training.model import DraftModel
-from ddtree.training.schedule import ahead, learning_rate, precision
+from ddtree.training.schedule import ahead, learning_rate
 from ddtree.training.shards import read_all, read_manifest
-from ddtree.training.teacher import Teacher, load_target
+from ddtree.training.teacher import load_target
 
 CHECKPOINT = "pairwise"  # its name in the run's folder
 
@@ -49,75 +48,6 @@ def fit_pairwise(
     target = target or load_target(config.target)
     with standing_on(target.spec.device):
         return PairwiseTrainer(config, drafter, target, quiet).run(output or Path(config.folder), max_minutes)
-
-
-@dataclass(frozen=True)
-class Rows:
-    """What the frozen drafter says at the slots of a batch that have a label: n of them, C candidates each."""
-
-    hidden: Tensor  # [n, H] float32
-    previous: Tensor  # [n, 1] int64, the true token before
-    tokens: Tensor  # [n, C] int64, best first
-    log_q: Tensor  # [n, C] float32
-    place: Tensor  # [n] int64: of the true token among the candidates; C where it is none
-    weights: Tensor  # [n, len(counts)] float32: by depth, 0 where a tree of so many candidates cannot be
-
-
-class Frozen:
-    """Target and drafter, which learn nothing here."""
-
-    def __init__(self, config: TrainConfig, target: Target, model: DraftModel, longest: int, ids: Tensor) -> None:
-        """longest: tokens of a sequence; ids: [W] int64 on the device, the tokens that are drafted."""
-        p, device, self.model, self.ids = config.pairwise, target.spec.device, model, ids
-        self.counts = tuple(sorted(min(count, len(ids)) for count in p.candidates))
-        self.precision = precision(config.fit.precision, device)
-        self.teacher = Teacher(target, model.config.target_layer_ids, longest)
-        self.head = self.teacher.head(self.precision)[ids]
-        self.length, self.loss_rows = batches.rounded(longest), config.fit.loss_rows
-        self.flex, self.why_not = False, None
-        if config.fit.attention != "sdpa":
-            self.why_not = flex_works(model.config, device, self.precision, self.length, p.anchors, p.batch)
-            self.flex = self.why_not is None
-            if config.fit.attention == "flex" and not self.flex:
-                raise InvalidOption(
-                    f"fit.attention flex does not work here ({self.why_not}): use auto or sdpa", param="attention"
-                )
-
-    @torch.no_grad()
-    def rows(self, batch: batches.Batch) -> Rows:
-        """One forward of both; batch: on the device."""
-        config, device, most = self.model.config, self.teacher.device, self.counts[-1]
-        length = self.length if self.flex else batch.length
-        features, _ = self.teacher.features(batch.sequences, length)
-        embedded = self.teacher.embed(batch.block_ids(config.block_size, config.mask_token_id))
-        blocks = Blocks(config, batch.anchors, length, self.flex)
-        with torch.autocast(device.type, dtype=torch.bfloat16, enabled=self.precision is torch.bfloat16):
-            drafted = self.model(embedded, features.to(self.precision), blocks)
-        hidden = drafted.flatten(0, 2)[batch.kept].float()
-        parts = [self._candidates(part, most) for part in hidden.split(self.loss_rows)]
-        tokens, log_q = (torch.cat(tensors) for tensors in zip(*parts, strict=True))
-        labels = batch.labels.flatten()[batch.kept]
-        same = tokens == labels.unsqueeze(1)
-        place = torch.where(same.any(1), same.int().argmax(1), most)
-        before = torch.cat([batch.roots.unsqueeze(2), batch.labels[..., :-1]], 2).flatten()[batch.kept]
-        return Rows(hidden, before.unsqueeze(1), tokens, log_q, place, self._weights(batch, place))
-
-    def _candidates(self, hidden: Tensor, most: int) -> tuple[Tensor, Tensor]:
-        logits = self.model.logits(hidden, self.head)
-        values, columns = logits.topk(most, -1)
-        return self.ids[columns], values - logits.logsumexp(-1, keepdim=True)
-
-    def _weights(self, batch: batches.Batch, place: Tensor) -> Tensor:
-        """A slot counts where all true tokens before it are candidates: a tree comes nowhere else.
-
-        The first depth, whose marginal knows the token before it, does not count.
-        """
-        grid = torch.full_like(batch.labels, self.counts[-1]).flatten().index_copy_(0, batch.kept, place)
-        found = []
-        for count in self.counts:
-            reached = (grid.view_as(batch.labels) < count).cumprod(2)[..., :-1]
-            found.append(torch.nn.functional.pad(reached, (1, 0)) * batch.weights)
-        return torch.stack(found, -1).flatten(0, 2)[batch.kept]
 
 
 class Factors(nn.Module):
@@ -165,40 +95,46 @@ class PairwiseTrainer:
 
     def __init__(self, config: TrainConfig, drafter: str, target: Target, quiet: bool = False) -> None:
         """Raises DDTreeError where something does not fit together."""
-        self.config, self.part, self.quiet, spec = config, config.pairwise, quiet, target.spec
-        self.run_files, self.device = Run(Path(config.folder)), target.spec.device
-        p, self.drafter = self.part, drafter
-        self.as_fit = replace(config.fit, steps=p.steps, minutes=p.minutes, lr=p.lr, final_lr=p.final_lr, warmup=p.warmup)
-        self.vocab_size = read_manifest(config.data_folder)["vocab_size"]
-        if self.vocab_size != spec.vocab_size:
-            raise InvalidOption(
-                f"{config.data_folder} was made by a model of {self.vocab_size} tokens, the target has {spec.vocab_size}:"
-                " make the data with this target"
-            )
-        model, folder = load_drafter(config, drafter)
+        p, spec, fit = config.pairwise, target.spec, config.fit
+        self.config, self.part, self.quiet, self.drafter, self.device = config, p, quiet, drafter, spec.device
+        self.run_files, self.vocab_size = Run(Path(config.folder)), spec.vocab_size
+        self.as_fit = replace(fit, steps=p.steps, minutes=p.minutes, lr=p.lr, final_lr=p.final_lr, warmup=p.warmup)
+        longest = self._read_chats()
+        model = load_drafter(config, drafter)
         model.config.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
         if model.config.depths < 2:
             raise InvalidOption(f"drafter {drafter!r} proposes one depth alone: a pairwise head needs two")
-        chats = batches.trainable(list(read_all(config.data_folder)))
+        self.by_depth, self.mark = depth_weights(model.config.depths, fit.gamma), fingerprint(model.norm.weight)
+        listed = choose_vocabulary(
+            p.vocabulary, drafter_folder(config, drafter) or Path(config.folder), spec.vocab_size
+        )
+        ids = (torch.arange(spec.vocab_size) if listed is None else listed).to(spec.device)
+        self.frozen = Frozen(config, target, model.to(spec.device).eval(), longest, ids)
+        embedding = self.frozen.teacher.embed(ids).to(self.frozen.precision)
+        self.factors = Factors(embedding, p.rank, p.gate == "state").to(spec.device)
+        self.optimizer = torch.optim.AdamW(
+            self.factors.parameters(), p.lr, betas=(0.9, p.beta2), weight_decay=p.weight_decay,
+            fused=spec.device.type == "cuda",
+        )  # fmt: skip
+        self.step, self.seconds = 0, 0.0
+        self.sound = torch.ones((), dtype=torch.bool, device=spec.device)  # whether every loss so far was a number
+        self._resume()
+
+    def _read_chats(self) -> int:
+        """Those to train on, and those held out. Returns: tokens of the longest."""
+        folder, p = self.config.data_folder, self.part
+        made_with = read_manifest(folder)["vocab_size"]
+        if made_with != self.vocab_size:
+            raise InvalidOption(
+                f"{folder} was made by a model of {made_with} tokens, the target has {self.vocab_size}: make the data"
+                " with this target"
+            )
+        chats = batches.trainable(list(read_all(folder)))
         self.chats = [chat for chat in chats if not chat.heldout]
         self.heldout = [chat for chat in chats if chat.heldout][: p.eval_sequences]
         need_any(self.chats, "chats to train on")
         need_any(self.heldout, "held-out chats")
-        chosen = choose_vocabulary(p.vocabulary, folder or Path(config.folder), spec.vocab_size)
-        ids = torch.arange(spec.vocab_size) if chosen is None else chosen
-        longest = max(len(chat.ids) for chat in chats)
-        self.frozen = Frozen(config, target, model.to(self.device).eval(), longest, ids.to(self.device))
-        self.mark = fingerprint(model.norm.weight)
-        embedding = self.frozen.teacher.embed(self.frozen.ids).to(self.frozen.precision)
-        self.factors = Factors(embedding, p.rank, p.gate == "state").to(self.device)
-        self.by_depth = depth_weights(model.config.depths, config.fit.gamma)
-        self.optimizer = torch.optim.AdamW(
-            self.factors.parameters(), p.lr, betas=(0.9, p.beta2), weight_decay=p.weight_decay,
-            fused=self.device.type == "cuda",
-        )  # fmt: skip
-        self.step, self.seconds = 0, 0.0
-        self.sound = torch.ones((), dtype=torch.bool, device=self.device)
-        self._resume()
+        return max(len(chat.ids) for chat in chats)
 
     def head(self) -> PairwiseHead:
         """As it is now; gradients go through it."""
@@ -207,12 +143,15 @@ class PairwiseTrainer:
 
     def run(self, output: Path, max_minutes: float | None = None) -> dict[str, Any]:
         """To the end of the schedule, or of the minutes; then the head is written."""
-        began, before, p, counts = time.monotonic(), self.seconds, self.part, self.frozen.counts
+        began, before, p = time.monotonic(), self.seconds, self.part
         if self.frozen.why_not:
             self._say(f"attention: sdpa; flex attention is not used: {self.frozen.why_not}")
         line: dict[str, Any] = {"step": self.step, **self._measure()}
         self._say(_shown(line))
-        with tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar, ahead(self.device) as maker:
+        with (
+            tqdm(total=p.steps, initial=self.step, unit="step", disable=self.quiet) as bar,
+            ahead(self.device) as maker,
+        ):
             ready, late = maker.submit(self._batch, self.step), self._over()
             while self.step < p.steps and not late:
                 batch = ready.result().to(self.device)
@@ -227,13 +166,14 @@ class PairwiseTrainer:
                     self._say(_shown(line))
                     self.run_files.save(CHECKPOINT, self._state())
                 bar.update(1)
-        path = output / PAIRWISE
-        about = {"steps": self.step, "candidates": list(counts), "heldout": line["heldout"], "marginal": line["marginal"]}
-        head = self.head()
-        head.write(path, about)
-        PairwiseHead.read(path)
-        return {**line, "file": str(path), "bytes": path.stat().st_size, "rank": head.rank,
-                "attention": "flex" if self.frozen.flex else "sdpa"}  # fmt: skip
+        return {**line, **self._write(output / PAIRWISE, line), "attention": "flex" if self.frozen.flex else "sdpa"}
+
+    def _write(self, path: Path, line: dict[str, Any]) -> dict[str, Any]:
+        """The head, which is read back before it counts as done."""
+        about = {"candidates": list(self.frozen.counts)}
+        about |= {name: line[name] for name in ("step", "heldout", "marginal")}
+        self.head().write(path, about)
+        return {"file": str(path), "bytes": path.stat().st_size, "rank": PairwiseHead.read(path).rank}
 
     def _batch(self, step: int) -> batches.Batch:
         """What step `step` (from 0) trains on."""
@@ -248,7 +188,7 @@ class PairwiseTrainer:
         rows = self.frozen.rows(batch)
         self.optimizer.zero_grad(set_to_none=True)
         loss = losses(self.head(), rows, self.frozen.counts)[0].mean()
-        loss.backward()  # type: ignore[no-untyped-call]
+        loss.backward()
         self.sound &= loss.detach().isfinite()
         self.optimizer.step()
         self.step += 1
@@ -270,8 +210,8 @@ class PairwiseTrainer:
     def _check_sound(self) -> None:
         if not bool(self.sound):
             raise InvalidOption(
-                f"the loss is no number at step {self.step} or shortly before: lower pairwise.lr and run again; the last"
-                " checkpoint is sound"
+                f"the loss is no number at step {self.step} or shortly before: lower pairwise.lr and run again; the"
+                " last checkpoint is sound"
             )
 
     def _say(self, text: str) -> None:
@@ -294,8 +234,8 @@ class PairwiseTrainer:
         if changed or last["drafter"] != self.mark:
             what = f"pairwise.{changed[0]}" if changed else f"drafter {self.drafter!r}"
             raise InvalidOption(
-                f"{self.run_files.folder / CHECKPOINT}.pt was begun with another {what}: set it back, delete the file, or"
-                " choose another folder"
+                f"{self.run_files.folder / CHECKPOINT}.pt was begun with another {what}: set it back, delete the file,"
+                " or choose another folder"
             )
         self.factors.load_state_dict(last["factors"])
         self.optimizer.load_state_dict(last["optimizer"])

@@ -97,8 +97,8 @@ def best_first(
             candidate, log_q holds.
     Order: score, then depth, then the path of places (a place is a candidate's number among its siblings, best first:
     without `pair` its rank); a child's score is one float32 addition to its parent's, so that another implementation of
-    the same order builds the same tree. No score is above its parent's, and a node's candidates are offered in order with
-    its guess beside them: so the first of what is offered is the first of all.
+    the same order builds the same tree. No score is above its parent's, and a node's candidates are offered in order
+    with its guess beside them: so the first of what is offered is the first of all.
     Source: DDTree (arXiv 2604.12989), Propositions 1 and 2.
     """
     nodes = Nodes.root()

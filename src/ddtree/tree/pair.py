@@ -1,4 +1,4 @@
-"""Scores of a depth's candidates behind each candidate of the depth before: what makes a draft's marginals conditional."""
+"""Scores of a depth's candidates behind each candidate of the depth before: they make marginals conditional."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Pair:
-    """One sequence's, each list with its best candidate first: [d][i] belongs to depth d + 1 behind candidate i of depth d.
+    """One sequence's, each list with its best candidate first: [d][i] is of depth d + 1 behind candidate i of depth d.
 
     Depths count from 0. Source: the pair scores of a proposal, see Proposal.pair.
     """
