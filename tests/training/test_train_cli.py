@@ -25,10 +25,17 @@ OPTIONS: dict[str, dict[str, list[str]]] = {
         "stop_at": ["--stop-at", "5"],
         "max_minutes": ["--max-minutes", "2"],
     },
+    "pair": {
+        "overrides": ["--set", "pairwise.rank=3"],
+        "drafter": ["--drafter", "last"],
+        "output": ["--output", "somewhere"],
+        "max_minutes": ["--max-minutes", "2"],
+    },
     "eval": {
         "overrides": ["--set", "eval.top_k=3"],
         "drafter": ["--drafter", "last"],
         "prompts": ["--prompts", "suite"],
+        "pairwise": ["--pairwise", "off"],
         "output": ["--output", "found.json"],
     },
     "export": {
@@ -41,6 +48,7 @@ ARGUMENTS = {"config", "output"}
 ROOMS = {
     "data": "ddtree.training.data.generate_data",
     "fit": "ddtree.training.fit.fit",
+    "pair": "ddtree.training.pairwise.fit_pairwise",
     "eval": "ddtree.training.evaluate.evaluate",
     "export": "ddtree.training.export.export",
 }
@@ -91,6 +99,9 @@ def test_the_list_above_is_complete() -> None:
         (["data", "run.toml", "--worker", "one"], "error: --worker 'one' is no part of a whole"),
         (["data", "run.toml", "--check", "--worker", "1/3"], "error: --check makes nothing"),
         (["fit", "run.toml"], "error: "),
+        (["pair", "run.toml"], "error: "),
+        (["pair", "run.toml", "--max-minutes", "0"], "error: --max-minutes must be above 0"),
+        (["pair", "run.toml", "--set", "pairwise.gate=all"], "error: pairwise.gate 'all' is unknown"),
         (["eval", "run.toml"], "error: "),
         (["export", "run.toml", "out"], "error: "),
         (["export", "run.toml", "out", "--dtype", "int8"], "error: --dtype 'int8' is unknown"),
@@ -109,17 +120,21 @@ def test_errors_are_one_line(
     assert ran.stderr.count("\n") == 1
 
 
-def test_all_four_in_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_target: Path) -> None:
+def test_all_five_in_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny_target: Path) -> None:
     monkeypatch.chdir(tmp_path)
     run_file(tmp_path / "run.toml", tiny_target, fit={"steps": 2, "eval_every": 2})
+    small = ["--set", "pairwise.steps=2", "--set", "pairwise.batch=2", "--set", "pairwise.anchors=4"]
     for args in (
         ["data", "run.toml"],
         ["fit", "run.toml", "--stop-at", "1"],
         ["fit", "run.toml"],
+        ["pair", "run.toml", *small],
         ["eval", "run.toml", "--output", "found.json"],
         ["export", "run.toml", "drafter"],
     ):
         ran = call(*args)
         assert ran.exit_code == 0, ran.output
-    assert json.loads((tmp_path / "found.json").read_text())["acceptance_length"]["chain"] >= 1
-    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == ["config.json", "model.safetensors"]
+    found = json.loads((tmp_path / "found.json").read_text())["acceptance_length"]
+    assert min(found["chain"], found["chain+pairwise"]) >= 1
+    names = ["config.json", "model.safetensors", "pairwise"]
+    assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == names

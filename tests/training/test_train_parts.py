@@ -17,7 +17,7 @@ from ddtree.errors import DamagedFile, DrafterMismatch, InvalidOption, ModelNotF
 from ddtree.target.base import TargetSpec
 from ddtree.training import batches, shape
 from ddtree.training.attention import Blocks
-from ddtree.training.config import DataPart, DrafterPart, EvalPart, FitPart, TargetPart, TrainConfig, read
+from ddtree.training.config import DataPart, DrafterPart, EvalPart, FitPart, PairwisePart, TargetPart, TrainConfig, read
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Drafts, Measures, walk
 from ddtree.training.model import DraftModel
@@ -228,7 +228,7 @@ def test_acceptance_walks_as_decoding_does() -> None:
 
 def test_every_field_of_the_file_is_checked() -> None:
     """One value that cannot be, for every field that has a range; a wrong type for all."""
-    for part in (TargetPart, DataPart, DrafterPart, FitPart, EvalPart):
+    for part in (TargetPart, DataPart, DrafterPart, FitPart, PairwisePart, EvalPart):
         for field in fields(part):
             default = getattr(part(), field.name)
             assert not is_dataclass(default)
@@ -256,6 +256,8 @@ def test_every_field_of_the_file_is_checked() -> None:
         ("drafter.block_size=1", "drafter.block_size is 1"),
         ("data.files=0.5", "data.paths is []: it must be given together with data.files"),
         ('data.paths=["x.jsonl"]', "data.paths is ['x.jsonl']: it must be given together"),
+        ("pairwise.candidates=[0]", "pairwise.candidates is [0]"),
+        ("pairwise.candidates=[]", "pairwise.candidates is []"),
         ("eval.budgets=[0]", "eval.budgets is 0"),
         ("fit.lr=nan", "fit.lr is nan"),
     ],

@@ -61,7 +61,9 @@ class PairwiseHead:
 
     def to(self, device: torch.device) -> "PairwiseHead":
         """The same on a device."""
-        moved: dict[str, Any] = {f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)}
+        moved: dict[str, Any] = {
+            f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
+        }
         return replace(self, **moved)
 
     def moved(self, hidden: Tensor, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
