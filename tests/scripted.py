@@ -106,6 +106,7 @@ class ScriptedDrafter:
         self.script = script
         self.config = drafter_config(block_size, max_position)
         self.vocabulary: Tensor | None = None  # of the columns that the script gives
+        self.pairwise = None
 
     def allocate(self, slots: int, length: int) -> KVCache:
         return token_cache(slots, length)

@@ -9,9 +9,10 @@ MODES = ("ar", "linear", "shadow-linear", "tree")
 TREE_CONTEXTS = ("off", "branch", "mix", "auto")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DRAFT_DTYPES = ("auto", "int8")
+DRAFT_PAIRWISE = ("auto", "off")
 NUMERICS = ("auto", "invariant", "fast")
 DRAFT_VOCABULARY = "draft_vocabulary.json"  # in a drafter's folder: see ddtree.drafter.vocabulary
-PAIRWISE = "pairwise/head.safetensors"  # the same: see ddtree.drafter.pairwise
+PAIRWISE = "pairwise.st"  # the same: see ddtree.drafter.pairwise
 EMBEDDED = "smollm2-135m"  # the model that needs no hub; see ddtree.models
 MAX_TREE_BUDGET = 1024
 MAX_TREE_TOP_K = 1024
@@ -215,12 +216,14 @@ class EngineConfig:
     prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
     draft_dtype: str = "auto"  # of the weights that drafts are made with; auto: the target's; int8: a GPU only
     draft_vocab: str = "auto"  # tokens that drafts are made of: see ddtree.drafter.choose_vocabulary
+    draft_pairwise: str = "auto"  # the drafter's pairwise head: where its folder has one and rounds are the host's; off
     numerics: str = (
         "auto"  # of rounds in half precision on a GPU, see LlamaTarget.load; auto: invariant where it can be
     )
 
     def __post_init__(self) -> None:
-        for name, known in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("numerics", NUMERICS)):
+        for name, known in (("dtype", DTYPES), ("draft_dtype", DRAFT_DTYPES), ("draft_pairwise", DRAFT_PAIRWISE),
+                            ("numerics", NUMERICS)):  # fmt: skip
             if (value := getattr(self, name)) not in known:
                 raise InvalidOption(f"{name} {value!r} is unknown: choose one of {', '.join(known)}", param=name)
         self._check_draft_vocab()

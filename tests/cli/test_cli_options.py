@@ -31,6 +31,7 @@ LOADING: dict[str, list[str]] = {
     "cuda_graphs": ["--cuda-graphs", "off"],
     "draft_dtype": ["--draft-dtype", "int8"],
     "draft_vocab": ["--draft-vocab", "8192"],
+    "draft_pairwise": ["--draft-pairwise", "off"],
     "numerics": ["--numerics", "fast"],
 }
 REQUEST = {"max_tokens": ["--max-tokens", "5"], "temperature": ["--temperature", "0.7"], "seed": ["--seed", "17"]}
@@ -185,7 +186,7 @@ def test_serve_passes_everything_on(
     assert engines[0].config == EngineConfig(
         "/some/folder", "/some/drafter", speculation, "cuda:1", "bfloat16", 777,
         max_running_requests=4, max_tree_budget=127, prefill_chunk=64, prefix_caching=False, cuda_graphs=False,
-        draft_dtype="int8", draft_vocab="8192", numerics="fast",
+        draft_dtype="int8", draft_vocab="8192", draft_pairwise="off", numerics="fast",
     )  # fmt: skip
     assert calls[0] == ("check", ("::1", 0), 0), "the port is checked before the model loads"
     options = ServerOptions(

@@ -117,7 +117,7 @@ DAMAGE: dict[str, tuple[Changes, str]] = {
 @pytest.mark.parametrize("what", DAMAGE)
 def test_damaged_files_are_refused(what: str, tmp_path: Path) -> None:
     change, words = DAMAGE[what]
-    path = tmp_path / "head.safetensors"
+    path = tmp_path / "pairwise.st"
     head().write(path)
     with safe_open(path, framework="pt") as file:
         facts = dict(file.metadata())

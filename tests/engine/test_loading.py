@@ -37,6 +37,7 @@ def _folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ({"draft_dtype": "int8", "drafter": "none"}, "draft_dtype int8 needs a drafter"),
         ({"draft_dtype": "int8", "speculation": Speculation("ar")}, "draft_dtype int8 needs a drafter"),
         ({"draft_vocab": "99", "drafter": "none"}, "draft_vocab 99 needs a drafter, and none is loaded"),
+        ({"draft_pairwise": "off", "drafter": "none"}, "draft_pairwise off needs a drafter, and none is loaded"),
         ({"draft_vocab": "full", "speculation": Speculation("ar")}, "draft_vocab full needs a drafter"),
     ],
 )
@@ -45,7 +46,7 @@ def test_what_only_a_gpu_can_is_refused_elsewhere(options, words: str) -> None:
         load_pair(EngineConfig(device="cpu", dtype="float32", **options))
 
 
-@pytest.mark.parametrize("name", ["numerics", "draft_dtype"])
+@pytest.mark.parametrize("name", ["numerics", "draft_dtype", "draft_pairwise"])
 def test_unknown_values(name: str) -> None:
     with pytest.raises(InvalidOption, match=f"{name} 'int4' is unknown: choose one of auto"):
         EngineConfig(**{name: "int4"})

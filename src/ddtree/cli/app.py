@@ -24,8 +24,8 @@ from ddtree.threads import share_cores
 LONG_FIELDS = (
     "max_tokens", "max_model_len", "tree_budget", "tree_top_k", "tree_spine", "tree_context", "max_tree_budget",
     "max_running_requests", "prefill_chunk", "prefix_caching", "cuda_graphs", "draft_dtype", "draft_vocab",
-    "served_model_name", "api_key", "reasoning_parser", "tool_call_parser", "max_queue", "max_body_mib",
-    "shutdown_timeout", "log_level", "per_request_spec_decode_metrics",
+    "draft_pairwise", "served_model_name", "api_key", "reasoning_parser", "tool_call_parser", "max_queue",
+    "max_body_mib", "shutdown_timeout", "log_level", "per_request_spec_decode_metrics",
 )  # fmt: skip
 LONG_NAMES = re.compile(rf"\b({'|'.join(LONG_FIELDS)})\b")
 RENAMED = {"prefill_chunk": "chunked_prefill_size"}  # fields whose options bear the names of other servers

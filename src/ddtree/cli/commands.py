@@ -37,6 +37,7 @@ def generate(
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
     draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
+    draft_pairwise: opt.DraftPairwise = opt.ENGINE.draft_pairwise,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     max_tokens: opt.MaxTokens = GENERATE_MAX_TOKENS,
     temperature: opt.Temperature = opt.SAMPLING.temperature,
@@ -58,6 +59,7 @@ def generate(
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
         draft_vocab=draft_vocab,
+        draft_pairwise=draft_pairwise,
         numerics=numerics,
     )  # fmt: skip
     sampling = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=seed)
@@ -113,6 +115,7 @@ def bench(
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
     draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
+    draft_pairwise: opt.DraftPairwise = opt.ENGINE.draft_pairwise,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     limit: Annotated[int | None, typer.Option("--limit", help="Take only the first prompts of the suite.")] = None,
     max_tokens: opt.MaxTokens = BENCH_MAX_TOKENS,
@@ -142,6 +145,7 @@ def bench(
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
         draft_vocab=draft_vocab,
+        draft_pairwise=draft_pairwise,
         numerics=numerics,
     )  # fmt: skip
     _check_writable(output)

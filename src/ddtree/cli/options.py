@@ -82,6 +82,15 @@ DraftVocab = Annotated[
         " all; N, the N most frequent of the folder's list; FILE, another list.",
     ),
 ]
+DraftPairwise = Annotated[
+    str,
+    typer.Option(
+        "--draft-pairwise",
+        metavar="auto|off",
+        help="auto: on a CPU, drafts go by the pairwise head of the drafter's folder, if it has one; off: never. No"
+        " answer depends on it.",
+    ),
+]
 Numerics = Annotated[
     str,
     typer.Option(

@@ -45,6 +45,7 @@ def serve(
     cuda_graphs: opt.CudaGraphs = "on",
     draft_dtype: opt.DraftDtype = opt.ENGINE.draft_dtype,
     draft_vocab: opt.DraftVocab = opt.ENGINE.draft_vocab,
+    draft_pairwise: opt.DraftPairwise = opt.ENGINE.draft_pairwise,
     numerics: opt.Numerics = opt.ENGINE.numerics,
     max_running_requests: opt.MaxRunningRequests = opt.ENGINE.max_running_requests,
     chunked_prefill_size: opt.ChunkedPrefillSize = opt.ENGINE.prefill_chunk,
@@ -88,6 +89,7 @@ def serve(
         cuda_graphs=opt.switched_on("cuda_graphs", cuda_graphs),
         draft_dtype=draft_dtype,
         draft_vocab=draft_vocab,
+        draft_pairwise=draft_pairwise,
         numerics=numerics,
     )  # fmt: skip
     SamplingParams(seed=seed)  # a seed out of range is refused before anything large loads

@@ -6,6 +6,7 @@ from typing import Protocol
 from torch import Tensor
 
 from ddtree.drafter.config import DrafterConfig
+from ddtree.drafter.pairwise import PairwiseHead
 from ddtree.layers import KVCache
 
 
@@ -14,6 +15,7 @@ class Drafter(Protocol):
 
     config: DrafterConfig
     vocabulary: Tensor | None  # [V] int64, ascending: the tokens that logits stand for; None: all of the target's
+    pairwise: PairwiseHead | None  # what follows each candidate; None: depths are scored by themselves
 
     def allocate(self, slots: int, length: int) -> KVCache:
         """A zeroed context cache; `length` must leave block_size scratch positions behind the longest context."""
@@ -29,3 +31,9 @@ class Drafter(Protocol):
 
         root: [B] int64, at position [B] int64.
         """
+
+    def states(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
+        """`propose` up to the head: the hidden states [B, depths, H] that a pairwise head reads too."""
+
+    def score(self, states: Tensor) -> Tensor:
+        """The head: [B, depths, H] -> logits [B, depths, V]."""

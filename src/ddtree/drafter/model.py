@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ddtree import kernels
 from ddtree.drafter.config import DrafterConfig
+from ddtree.drafter.pairwise import PairwiseHead
 from ddtree.kernels import AttentionRows, Rounded
 from ddtree.kernels.backend import usable
 from ddtree.layers import (
@@ -78,6 +79,7 @@ class DFlashDrafter:
         self.norm = RMSNorm(weights("norm.weight", c.hidden_size), c.rms_norm_eps)
         self.rope = Rope(c.head_dim, c.rope_theta, c.rope_scaling, self.device)
         self.layers = [self._load_layer(f"layers.{i}.", weights) for i in range(c.num_layers)]
+        self.pairwise: PairwiseHead | None = None  # laid in by who has one
         self._turns: Tensor | None = None  # of all positions, for a device that reads positions itself
         self._work = Workspaces()
         self._blocks: dict[int, Tensor] = {}  # the ids of B blocks, the first of each written anew
@@ -166,7 +168,15 @@ class DFlashDrafter:
             place.project(cache, index, layer.key_value(fused, place.few), self._heads(layer, queries=False, kv=True))
 
     def propose(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
-        """See Drafter.propose; depths is at most block_size - 1.
+        """See Drafter.propose; depths is at most block_size - 1."""
+        return self.score(self.states(cache, root, position, depths))
+
+    def score(self, states: Tensor) -> Tensor:
+        """See Drafter.score."""
+        return self._logits(states.flatten(0, 1)).unflatten(0, states.shape[:2])
+
+    def states(self, cache: KVCache, root: Tensor, position: Tensor, depths: int) -> Tensor:
+        """See Drafter.states.
 
         The whole block is computed, as the drafter was trained; only the head is spared the depths that no tree of the
         budget can reach.
@@ -191,8 +201,7 @@ class DFlashDrafter:
             attended = place.attend(cache, index, query, c.windows[index], c.causal[index])
             states = layer.out.add_norm(x, attended, layer.mlp_norm, dtype, None, place.few)
             states = layer.down.add_norm(x, layer.gated(states, place.few), norm, dtype, None, place.few)
-        hidden = states.unflatten(0, (batch, block))
-        return self._logits(hidden[:, 1 : depths + 1].flatten(0, 1)).unflatten(0, (batch, depths))
+        return states.unflatten(0, (batch, block))[:, 1 : depths + 1]
 
     def _fused(self, features: Tensor, few: bool) -> Tensor:
         """features [M, taps * H] -> [M, H]: what the layers take for the context."""

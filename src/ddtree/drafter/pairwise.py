@@ -5,8 +5,8 @@ what would follow the best. The head moves the score of token t behind token p b
 h is the drafter's last hidden state of t's depth. Only candidates are scored, and what is left of the mass is one class
 more, so a draft costs no further product with the vocabulary.
 
-The file lies in a folder of its own beside the weights, since loaders of Hugging Face folders take every .safetensors
-file in there for weights.
+The file is one of safetensors, but not called so, since loaders of Hugging Face folders take every .safetensors file in
+there for weights.
 """
 
 import json
@@ -22,7 +22,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ddtree.config import PAIRWISE
 from ddtree.errors import DamagedFile, DrafterMismatch, ModelNotFound
+from ddtree.layers.weights import open_weights
 
 KIND = "ddtree-pairwise-1"  # of the file, in its metadata
 _LEAST = 1e-6  # the part of the mass that candidates never hold: a certain depth has no logarithm of 0 in it
@@ -65,6 +67,20 @@ class PairwiseHead:
             f.name: value.to(device) for f in fields(self) if isinstance(value := getattr(self, f.name), Tensor)
         }
         return replace(self, **moved)
+
+    @classmethod
+    def of_drafter(cls, folder: Path, vocab_size: int, hidden: int) -> "PairwiseHead | None":
+        """That of a drafter's folder; None where it has none. vocab_size: of the target; hidden: of both.
+
+        Raises DamagedFile or DrafterMismatch.
+        """
+        path = folder / PAIRWISE
+        if not path.exists():
+            return None
+        head = cls.read(path)
+        with open_weights(folder, torch.bfloat16, torch.device("cpu")) as weights:
+            head.check_fits(vocab_size, hidden, fingerprint(weights("norm.weight", hidden)))
+        return head
 
     def moved(self, hidden: Tensor, previous: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor]:
         """By how much candidates are moved, before they are normalised.

@@ -6,7 +6,7 @@ import torch
 
 from ddtree.config import Speculation
 from ddtree.kernels.context import KINDS, TextStore
-from ddtree.tree import Context, Guesses, Matches, TextIndex
+from ddtree.tree import Context, Guesses, Matches, Pair, TextIndex
 from ddtree.tree.matches import Confidence
 
 
@@ -33,14 +33,16 @@ class SequenceContext:
         kind = speculation.tree_context
         return None if speculation.mode == "ar" or kind == "off" else cls(kind, prompt, room)
 
-    def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
+    def guesses(
+        self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], pair: Pair | None = None
+    ) -> Guesses | None:
         """What the text so far says of a round's proposal, [D][K]; None where it says nothing."""
         if not self._committed:
             return None
         if self._index is None:
             self._index = TextIndex(self._tokens, self._room, self._confidence)
         context: Context | None = Matches(self._index) if self._mix else self._index.branch(len(tokens))
-        self._said = None if context is None else Guesses(context, tokens, log_q)
+        self._said = None if context is None else Guesses(context, tokens, log_q, pair)
         return self._said
 
     def commit(self, tokens: Sequence[int]) -> None:

@@ -124,6 +124,7 @@ class Engine:
             "numerics": self._numerics(),
             "draft_dtype": self._draft_dtype(),
             "draft_vocab": self._draft_vocab(),
+            "draft_pairwise": self._draft_pairwise(),
             "max_model_len": self.max_model_len,
             "max_running_requests": self._store.count,
             "max_tree_budget": self.config.largest_budget,
@@ -245,6 +246,10 @@ class Engine:
         if self.drafter is None:
             return None
         return "full" if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
+
+    def _draft_pairwise(self) -> str | None:
+        """Whether a pairwise head has a say in drafts; None without a drafter."""
+        return None if self.drafter is None else "off" if self.drafter.pairwise is None else "on"
 
     def _make_runners(self) -> tuple[HostRunner | DeviceRunner, Prompts]:
         """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""

@@ -1,18 +1,21 @@
 """Target and drafter as a configuration names them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ddtree import models
-from ddtree.config import EngineConfig
-from ddtree.drafter import DFlashDrafter, Drafter, choose_vocabulary
+from ddtree.config import PAIRWISE, EngineConfig
+from ddtree.drafter import DFlashDrafter, Drafter, PairwiseHead, choose_vocabulary
 from ddtree.engine.device import choose_device, choose_dtype
 from ddtree.errors import InvalidOption, UnsupportedModel
 from ddtree.kernels.backend import usable
 from ddtree.kernels.build import MOST_DEPTHS
 from ddtree.target import LlamaTarget, Target
+
+log = logging.getLogger("ddtree.engine")
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -33,12 +36,12 @@ def load_pair(config: EngineConfig) -> Loaded:
     dtype = choose_dtype(config.dtype, device)
     drafter_name = "none" if config.speculation.mode == "ar" and config.drafter == "auto" else config.drafter
     invariant, rounded = _invariant(config, device, dtype), _rounded(config, device, dtype, drafter_name)
-    if config.draft_vocab != "auto" and drafter_name == "none":
-        raise InvalidOption(
-            f"draft_vocab {config.draft_vocab} needs a drafter, and none is loaded: leave it at auto, or choose a mode"
-            " that drafts",
-            param="draft_vocab",
-        )
+    for name in ("draft_vocab", "draft_pairwise"):
+        if drafter_name == "none" and (value := getattr(config, name)) != "auto":
+            raise InvalidOption(
+                f"{name} {value} needs a drafter, and none is loaded: leave it at auto, or choose a mode that drafts",
+                param=name,
+            )
     folder = models.resolve_model(config.model)
     drafter_folder = None if drafter_name == "none" else models.resolve_drafter(drafter_name, config.model)
     target = LlamaTarget.load(folder, dtype, device, invariant)
@@ -50,6 +53,7 @@ def load_pair(config: EngineConfig) -> Loaded:
         head = target.draft_head(vocabulary, rounded)
         drafter = DFlashDrafter.load(drafter_folder, target.embed, head, sizes, dtype, device, rounded, vocabulary)
         _check_depths(drafter, device)
+        drafter.pairwise = _pairwise(config, drafter_folder, sizes, device)
     return Loaded(target, drafter, folder, (config.model, drafter_folder.name if drafter_folder else None))
 
 
@@ -61,6 +65,18 @@ def _check_depths(drafter: Drafter, device: torch.device) -> None:
             f" {MOST_DEPTHS + 1}; use another drafter, or --device cpu",
             param="block_size",
         )
+
+
+def _pairwise(
+    config: EngineConfig, folder: Path, target_sizes: tuple[int, int, int], device: torch.device
+) -> PairwiseHead | None:
+    """The drafter's own head, where rounds are laid by the host. Raises DamagedFile or DrafterMismatch."""
+    if config.draft_pairwise == "off" or not (folder / PAIRWISE).exists():
+        return None
+    if usable(device):
+        log.warning("%s of the drafter is left out: rounds on %s take no pair scores", PAIRWISE, device)
+        return None
+    return PairwiseHead.of_drafter(folder, target_sizes[0], target_sizes[1])
 
 
 def _invariant(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:

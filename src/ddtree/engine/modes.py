@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from ddtree.config import Speculation
-from ddtree.tree import Guesses, Nodes, best_first, chain, likeliest, union
+from ddtree.tree import Guesses, Nodes, Pair, best_first, chain, likeliest, union
 
 
 @dataclass(frozen=True)
@@ -59,8 +59,13 @@ def depths_needed(mode: Mode, speculation: Speculation, depths: int) -> int:
     return depths if mode.chain else min(depths, speculation.tree_budget)
 
 
-def ranks_needed(mode: Mode, speculation: Speculation) -> int:
-    """How many candidates per depth: a tree of B nodes uses at most B."""
+def ranks_needed(mode: Mode, speculation: Speculation, pairwise: bool = False) -> int:
+    """How many candidates per depth: a tree of B nodes uses at most B.
+
+    With pair scores any of them may be the best behind the token before it, in a chain too.
+    """
+    if pairwise and mode.drafts:
+        return speculation.tree_top_k
     return min(speculation.tree_top_k, speculation.tree_budget) if mode.tree else 1
 
 
@@ -70,14 +75,22 @@ def max_rows(mode: Mode, speculation: Speculation, depths: int) -> int:
 
 
 def lay_out(
-    mode: Mode, speculation: Speculation, log_q: Sequence[Sequence[float]], guesses: Guesses | None = None
+    mode: Mode,
+    speculation: Speculation,
+    log_q: Sequence[Sequence[float]],
+    guesses: Guesses | None = None,
+    pair: Pair | None = None,
 ) -> Layout:
-    """The rows of one sequence. log_q: [D][K], best first; guesses: what its text says, over the same scores."""
+    """The rows of one sequence.
+
+    log_q: [D][K], best first; pair: the scores behind each candidate, where the drafter has such; guesses: what the
+    sequence's text says, over the same scores.
+    """
     line = Nodes.root()
     if mode.chain:
-        line = chain(len(log_q)) if guesses is None else likeliest(guesses)
+        line = chain(len(log_q), pair) if guesses is None else likeliest(guesses)
     if not mode.tree:
         return Layout(line, list(range(len(line))), 1)
-    tree = best_first(log_q, speculation.tree_budget, speculation.tree_spine, guesses)
+    tree = best_first(log_q, speculation.tree_budget, speculation.tree_spine, guesses, pair)
     nodes, rows = union(tree, line)
     return Layout(nodes, rows, len(tree))

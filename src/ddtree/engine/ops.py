@@ -1,7 +1,7 @@
 """What of a round differs between a host that lays trees in Python and a device that does everything itself."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -13,7 +13,7 @@ from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import RowSampler, greedy
 from ddtree.kernels import Kept, Plan, PlanRow
 from ddtree.kernels.context import Said, TextStore, build_with
-from ddtree.tree import Accepted, Proposal, RoundState, accept, cut, top_k
+from ddtree.tree import Accepted, Pair, Proposal, RoundState, accept, cut, top_k
 
 if TYPE_CHECKING:
     from ddtree.engine.round import Batch, Lane
@@ -69,8 +69,13 @@ class HostOps:
         if len(self._who) < len(lanes):
             index = torch.tensor(self._who, device=root.device)
             cache, root, position = cache.view(self._who), root[index], position[index]
-        logits = drafter.propose(cache, root, position, max(lanes[i].depth for i in self._who))
-        return top_k(logits, max(lanes[i].ranks for i in self._who), drafter.vocabulary)
+        asked = (cache, root, position, max(lanes[i].depth for i in self._who))
+        ranks = max(lanes[i].ranks for i in self._who)
+        if drafter.pairwise is None:
+            return top_k(drafter.propose(*asked), ranks, drafter.vocabulary)
+        states = drafter.states(*asked)
+        found = top_k(drafter.score(states), ranks, drafter.vocabulary)
+        return replace(found, pair=drafter.pairwise.pair(states, found.tokens, found.log_q))
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. A sequence without a proposal has its root alone."""
@@ -79,12 +84,15 @@ class HostOps:
         candidates: list[list[list[int]]] = [[] for _ in lanes]
         if proposal is not None:
             rows = zip(self._who, proposal.tokens.tolist(), proposal.log_q.tolist(), strict=True)
-            for i, tokens, scores in rows:
+            for place, (i, tokens, scores) in enumerate(rows):
                 depth, ranks = lanes[i].depth, lanes[i].ranks
                 candidates[i] = [row[:ranks] for row in tokens[:depth]]
                 log_q = [row[:ranks] for row in scores[:depth]]
-                guesses = lanes[i].guesses(candidates[i], log_q)
-                layouts[i] = lay_out(lanes[i].mode, lanes[i].speculation, log_q, guesses)
+                pair = None
+                if proposal.pair is not None:
+                    pair = Pair.of(proposal.pair[place, : max(depth - 1, 0), :ranks, :ranks])
+                guesses = lanes[i].guesses(candidates[i], log_q, pair)
+                layouts[i] = lay_out(lanes[i].mode, lanes[i].speculation, log_q, guesses, pair)
         state.lay([layout.nodes for layout in layouts], candidates)
         if batch.shadows:
             state.member.fill_(True)

@@ -14,7 +14,7 @@ from ddtree.engine.ops import Ops
 from ddtree.engine.sampling import RowSampler
 from ddtree.layers import KVCache
 from ddtree.target import Target
-from ddtree.tree import Guesses, RoundState
+from ddtree.tree import Guesses, Pair, RoundState
 
 
 class Lane:
@@ -31,7 +31,7 @@ class Lane:
         self.speculation, self.sampler, self.text = speculation, sampler, text
         self.mode: Mode = MODES[speculation.mode]
         self.depth = depths_needed(self.mode, speculation, drafter.config.depths) if drafter else 0
-        self.ranks = ranks_needed(self.mode, speculation)
+        self.ranks = ranks_needed(self.mode, speculation, drafter is not None and drafter.pairwise is not None)
         self.rows = max_rows(self.mode, speculation, self.depth)  # the most a round can have, the root included
         # Past the context that the drafter was made for, a sequence decodes plainly.
         self.limit = drafter.config.max_position - drafter.config.block_size if drafter else -1
@@ -42,9 +42,11 @@ class Lane:
         if self.text is not None:
             self.text.commit(tokens)
 
-    def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
+    def guesses(
+        self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], pair: Pair | None = None
+    ) -> Guesses | None:
         """What the text so far says of a proposal, [D][K]; None where it says nothing, or is not asked."""
-        return self.text.guesses(tokens, log_q) if self.text is not None else None
+        return self.text.guesses(tokens, log_q, pair) if self.text is not None else None
 
     @property
     def context(self) -> int:

@@ -5,7 +5,7 @@ from pathlib import Path
 from ddtree.errors import DDTreeError, DownloadFailed, ModelNotFound
 from ddtree.models.wording import brief
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt")
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "pairwise.st")
 UNWANTED = ("*/*", "consolidated*")  # folders with other formats; the same weights a second time
 
 

@@ -38,7 +38,6 @@ def export(config: TrainConfig, output: Path, which: str = "best", dtype: str = 
     head = PairwiseHead.read(own) if own.exists() else None
     paired = head is not None and head.drafter == fingerprint(weights["norm.weight"])
     if head is not None and paired:
-        (output / PAIRWISE).parent.mkdir()
         shutil.copyfile(own, output / PAIRWISE)
     return {"folder": str(output), "step": state["step"], "heldout_chain": state["best"], "pairwise": paired,
             "parameters": sum(w.numel() for w in weights.values()),
