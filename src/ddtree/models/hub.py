@@ -2,10 +2,11 @@
 
 from pathlib import Path
 
+from ddtree.config import PAIRWISE
 from ddtree.errors import DDTreeError, DownloadFailed, ModelNotFound
 from ddtree.models.wording import brief
 
-WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", "pairwise.st")
+WANTED = ("*.json", "*.safetensors", "*.jinja", "tokenizer.model", "merges.txt", "vocab.txt", PAIRWISE)
 UNWANTED = ("*/*", "consolidated*")  # folders with other formats; the same weights a second time
 
 
