@@ -40,7 +40,7 @@ def test_a_snapshot(hf_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert resolve_model("org/model-1.5") == hf_folder
     assert resolve_drafter("org/drafter", "org/model-1.5") == hf_folder
     assert [repo for repo, _ in asked] == ["org/model-1.5", "org/drafter"]
-    assert "*.safetensors" in asked[0][1]["allow_patterns"]
+    assert {"*.safetensors", "pairwise.st"} <= set(asked[0][1]["allow_patterns"])
     assert not any("bin" in pattern or "gguf" in pattern for pattern in asked[0][1]["allow_patterns"])
 
 
