@@ -136,5 +136,5 @@ def test_all_five_in_a_row(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny
         assert ran.exit_code == 0, ran.output
     found = json.loads((tmp_path / "found.json").read_text())["acceptance_length"]
     assert min(found["chain"], found["chain+pairwise"]) >= 1
-    names = ["config.json", "model.safetensors", "pairwise"]
+    names = ["config.json", "model.safetensors", "pairwise.st"]
     assert sorted(path.name for path in (tmp_path / "drafter").iterdir()) == names

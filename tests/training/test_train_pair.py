@@ -128,7 +128,7 @@ def test_eval_and_export_take_the_head_along(own: TrainConfig, tmp_path: Path) -
     assert evaluate(own, "last", quiet=True, pairwise="off")["pairwise"] is False
     told = export(own, tmp_path / "out", "last")
     assert told["pairwise"] is True
-    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors", "pairwise"]
+    assert sorted(p.name for p in (tmp_path / "out").iterdir()) == ["config.json", "model.safetensors", "pairwise.st"]
     found = evaluate(own, str(tmp_path / "out"), quiet=True)
     assert found["acceptance_length"].keys() == both["acceptance_length"].keys()
     served = load_drafter(own, str(tmp_path / "out"))
