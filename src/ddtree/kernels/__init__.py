@@ -6,12 +6,13 @@ synchronisation, no allocation that depends on data. The Triton side of a module
 
 from ddtree.kernels.accept import accept, advance, settle
 from ddtree.kernels.attention import AttentionRows, AttentionWorkspace, Tiles, locate, tree_attention
-from ddtree.kernels.build import Plan, PlanRow, build
+from ddtree.kernels.build import Lines, Plan, PlanRow, build
 from ddtree.kernels.choose import Allowed, Kept, choose
 from ddtree.kernels.commit import commit
 from ddtree.kernels.gather import embed, take
 from ddtree.kernels.matmul import MOST_ROWS, Rounded, gated, interleave_gate_up, product, product_parts, suits
 from ddtree.kernels.norm import add_norm, swiglu
+from ddtree.kernels.pair import PairedProposal, PairFactors, lines_of, pair
 from ddtree.kernels.qkv import HeadNorms, write_heads
 from ddtree.kernels.report import report
 from ddtree.kernels.select import propose, top_k
@@ -23,6 +24,9 @@ __all__ = [
     "AttentionWorkspace",
     "HeadNorms",
     "Kept",
+    "Lines",
+    "PairFactors",
+    "PairedProposal",
     "Plan",
     "PlanRow",
     "Rounded",
@@ -36,7 +40,9 @@ __all__ = [
     "embed",
     "gated",
     "interleave_gate_up",
+    "lines_of",
     "locate",
+    "pair",
     "product",
     "product_parts",
     "propose",

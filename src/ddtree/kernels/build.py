@@ -50,7 +50,21 @@ class Plan:
         self.settings.copy_(torch.tensor([astuple(row) for row in rows], dtype=torch.int64), non_blocking=True)
 
 
-def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, width: int) -> None:
+@dataclass(frozen=True)
+class Lines:
+    """Pair scores in order, a line for each candidate of the depth before.
+
+    Line [b, d, i] is of depth d behind candidate i of depth d - 1, best first, equals by lowest rank; missing ones are
+    -inf. Of depth 0, line 0 alone is read: log_q as it is.
+    """
+
+    edges: Tensor  # [B, D, K, K] float32, dense
+    places: Tensor  # [B, D, K, K] uint8, dense: the ranks that these are of
+
+
+def build(
+    log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, width: int, lines: Lines | None = None
+) -> None:
     """Lay the rows of every sequence into `state`, padded to `width`; the roots' tokens stay as they are.
 
     Args:
@@ -60,7 +74,8 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
         state: columns up to `width` of tokens, parents, depths, ancestors, member and tree are written, and `width`.
             member: the chain where a sequence verifies both, else every row, padding too. tree: the tree's rows.
         width: N, static: 1 to 256.
-    Order: score, depth, path of ranks; a score is one float32 addition to its parent's.
+        lines: pair scores, in the stead of log_q. Rows of sequences whose plan asks for a context are then left alone.
+    Order: score, depth, path of places (without lines: of ranks); a score is one float32 addition to its parent's.
     Raises ValueError for shapes out of range (D up to 63, K up to 32).
     No heap: every laid row holds one candidate in its lane, and two maxima over the lanes (of one warp) find the best.
     """
@@ -69,7 +84,8 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
     words, pitch = -(-width // WORD), state.tokens.stride(0)
     block = max(power_of_two(width), 32)
     jit("build").build[(batch,)](
-        log_q.contiguous(),
+        log_q.contiguous() if lines is None else lines.edges,
+        candidates if lines is None else lines.places,  # not read without lines
         candidates.contiguous(),
         plan.settings,
         state.tokens,
@@ -85,6 +101,7 @@ def build(log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, widt
         ranks,
         block=block,
         words=words,
+        paired=lines is not None,
         num_warps=max(block // 128, 1),  # more rows do not fit into the registers of one
         **overlap(log_q.device),
     )

@@ -10,18 +10,34 @@ FAR = tl.constexpr(1 << 20)  # the place of a row that is not laid yet
 
 
 @triton.jit
-def _frontier(log_q, ranks, score, depth, end, upcoming, node, count, reach, usable):
-    """The best candidate: its score's order (DEAD if there is none), and where it grows, packed.
+def _at(depth, rank, ranks, paired: tl.constexpr):
+    """Where the scores of a depth's candidates (from 0) lie: with pair scores behind the candidate of this rank."""
+    if paired:  # noqa: SIM108 - known when it is compiled
+        at = (depth * ranks + rank) * ranks
+    else:
+        at = depth * ranks
+    return at
 
-    Every laid row has one candidate, its first child that is not laid. Equal scores go to the smaller depth, then to
-    the smaller path of ranks. Candidates of one depth have parents of one depth, so their order is that of the parents'
-    places in pre-order, which `end` is as good as.
+
+@triton.jit
+def _frontier(
+    edges, places, ranks, score, depth, rank, end, upcoming, node, count, reach, usable, paired: tl.constexpr
+):  # fmt: skip
+    """The best candidate: its score's order (DEAD if there is none), and where it grows and its rank, packed.
+
+    Every laid row has one candidate, its first child that is not laid: `upcoming` is its place. Equal scores go to the
+    smaller depth, then to the smaller path of places. Candidates of one depth have parents of one depth, so their order
+    is that of the parents' places in pre-order, which `end` is as good as.
     """
     alive = (node < count) & (depth < reach) & (upcoming < usable)
-    sum_ = score + tl.load(log_q + depth * ranks + upcoming, mask=alive, other=float("-inf"))
+    at = _at(depth, rank, ranks, paired) + upcoming
+    sum_ = score + tl.load(edges + at, mask=alive, other=float("-inf"))
+    child = upcoming
+    if paired:
+        child = tl.load(places + at, mask=alive, other=0).to(tl.int32)
     order = tl.where(sum_ > float("-inf"), order_of(sum_), DEAD)  # false for NaN
     best = tl.max(order, 0)
-    tie = ((63 - depth) << 21) | ((256 - end) << 13) | (node << 5) | upcoming
+    tie = ((63 - depth) << 21) | ((256 - end) << 13) | (node << 5) | child
     return best, tl.max(tl.where(order == best, tie, -1), 0)
 
 
@@ -39,7 +55,8 @@ def ancestor_bits(parent, node, word, steps: tl.constexpr):
 
 @triton.jit(do_not_specialize=["pitch", "row_words", "width", "drafted", "ranks"])
 def build(
-    log_q,
+    edges,
+    places,
     candidates,
     settings,
     tokens,
@@ -55,14 +72,22 @@ def build(
     ranks,
     block: tl.constexpr,
     words: tl.constexpr,
+    paired: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """The spine, the best-first tree behind it, the rest of the chain behind that; then the tensors of the rows."""
+    """The spine, the best-first tree behind it, the rest of the chain behind that; then the tensors of the rows.
+
+    edges: log_q, [D, K] each; with `paired` lines of scores [D, K, K], and places the ranks of each line: see pair.py.
+    """
     follow(overlap)
     batch = tl.program_id(0).to(tl.int64)
-    log_q += batch * drafted * ranks
+    edges += batch * _at(drafted, 0, ranks, paired)
+    places += batch * _at(drafted, 0, ranks, paired)
     candidates += batch * drafted * ranks
     settings += batch * 7
+    if paired:  # noqa: SIM102 - known when it is compiled
+        if tl.load(settings + 6) != 0:  # laid with its text, by context_build_jit
+            return
     with_tree = tl.load(settings).to(tl.int32)
     with_chain = tl.load(settings + 1).to(tl.int32)
     budget = tl.load(settings + 2).to(tl.int32) * (with_tree != 0)
@@ -72,25 +97,32 @@ def build(
 
     node = tl.arange(0, block)
     score = tl.zeros([block], tl.float32)
+    rank = tl.zeros([block], tl.int32)
     count = tl.full([], 1, tl.int32)
     total = tl.full([], 0.0, tl.float32)
+    tip = tl.full([], 0, tl.int32)  # rank of the chain's last token so far
     last = tl.minimum(tl.minimum(spine, budget), reach)
     while count <= last:
-        total += tl.load(log_q + (count - 1) * ranks)
+        at = _at(count - 1, tip, ranks, paired)
+        total += tl.load(edges + at)
         score = tl.where(node == count, total, score)
+        if paired:
+            tip = tl.load(places + at).to(tl.int32)
+            rank = tl.where(node == count, tip, rank)
         # A missing token ends the spine.
         last = tl.where(total > float("-inf"), last, 0)
         count = tl.where(total > float("-inf"), count + 1, count)
     laid = node < count
     parent = tl.where(laid, node - 1, -1)
     depth = tl.where(laid, node, 0)
-    rank = tl.zeros([block], tl.int32)
     upcoming = tl.where(node < count - 1, 1, 0)
     # Rows in pre-order: a row's subtree is begin .. end - 1.
     begin = tl.where(laid, node, FAR)
     end = tl.where(laid, count, 0)
 
-    best, where = _frontier(log_q, ranks, score, depth, end, upcoming, node, count, reach, usable)
+    best, where = _frontier(
+        edges, places, ranks, score, depth, rank, end, upcoming, node, count, reach, usable, paired
+    )  # fmt: skip
     while (count <= budget) & (best > DEAD):
         above, r = (where >> 5) & 255, where & 31
         d, e = 63 - (where >> 21), 256 - ((where >> 13) & 255)
@@ -105,21 +137,26 @@ def build(
         depth = tl.where(new, d + 1, depth)
         rank = tl.where(new, r, rank)
         parent = tl.where(new, above, parent)
-        upcoming = tl.where(node == above, r + 1, tl.where(new, 0, upcoming))
+        upcoming = tl.where(node == above, upcoming + 1, tl.where(new, 0, upcoming))
         count += 1
-        best, where = _frontier(log_q, ranks, score, depth, end, upcoming, node, count, reach, usable)
+        best, where = _frontier(
+            edges, places, ranks, score, depth, rank, end, upcoming, node, count, reach, usable, paired
+        )  # fmt: skip
     in_tree = node < count
 
     on_chain = node == 0
     row = tl.full([], 0, tl.int32)
     d = tl.full([], 1, tl.int32)
+    tip = tl.full([], 0, tl.int32)
     reach = reach * (with_chain != 0)
     while d <= reach:
-        found = tl.max(tl.where((parent == row) & (rank == 0) & (node > 0) & (node < count), node, -1), 0)
+        if paired:
+            tip = tl.load(places + _at(d - 1, tip, ranks, paired)).to(tl.int32)
+        found = tl.max(tl.where((parent == row) & (rank == tip) & (node > 0) & (node < count), node, -1), 0)
         new = (node == count) & (found < 0)
         parent = tl.where(new, row, parent)
         depth = tl.where(new, d, depth)
-        rank = tl.where(new, 0, rank)
+        rank = tl.where(new, tip, rank)
         row = tl.where(found < 0, count, found)
         count = tl.where(found < 0, count + 1, count)
         on_chain |= node == row
