@@ -26,15 +26,17 @@ from ddtree.kernels import (
     gather_jit,
     matmul_jit,
     norm_jit,
+    pair_jit,
     report_jit,
     select_jit,
 )
+from ddtree.kernels.pair import warps_of as pair_warps
 
 # What a pointer points to, where it is not int64.
 POINTERS = {
     **dict.fromkeys(["maxima", "masks"], "i32"),
-    **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms"], "fp32"),
-    **dict.fromkeys(["member", "tree", "done", "ended", "limited", "active"], "u8"),
+    **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms", "edges"], "fp32"),
+    **dict.fromkeys(["member", "tree", "done", "ended", "limited", "active", "places"], "u8"),
     **dict.fromkeys(["temperatures", "drops", "top_ps"], "fp64"),
 }
 INT64 = {
@@ -110,8 +112,11 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         }
         yield f"select.merge k{k} bitonic{bitonic:d}", compiled(select_jit.merge, capability, shape, warps=8)
     for block in (32, 64, 128, 256) if every else (64,):
-        shape = {"block": block, "words": -(-block // 64)}
-        yield f"build {block}", compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
+        for paired in (False, True):
+            shape = {"block": block, "words": -(-block // 64), "paired": paired}
+            name = f"build {block} paired{paired:d}"
+            yield name, compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
+    yield from pairs(capability, every=every)
     yield from contexts(capability, every=every)
     for block in (64, 256) if every else (64,):
         shape = {"block": block, "words": block // 64, "column_block": 16, "end_block": 4}
@@ -148,6 +153,17 @@ def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     shape = {"column_block": 32}
     yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
     yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)
+
+
+def pairs(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """Scores of candidates behind candidates: ranks, rank of the head, warps."""
+    for dtype in ("bf16", "fp32") if every else ("bf16",):
+        types = dict.fromkeys(("before", "behind"), f"*{dtype}") | {"table": "*i32"}
+        types |= dict.fromkeys(("rest", "parts", "scores"), "*fp32")
+        for ranks, rank in ((8, 16), (16, 64), (16, 128), (32, 64), (32, 256)) if every else ((16, 64),):
+            shape = {"rank_block": ranks, "factor_block": rank, "gated": True}
+            warps = pair_warps(ranks, rank)
+            yield f"pair {ranks} {rank} {dtype}", compiled(pair_jit.pair, capability, shape, warps=warps, types=types)
 
 
 def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

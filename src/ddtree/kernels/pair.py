@@ -75,9 +75,14 @@ def pair(factors: PairFactors, hidden: Tensor, proposal: Proposal, plan: Plan) -
         log_q, tokens, plan.settings, factors.before, factors.behind, factors.rest, factors.places, parts,
         scores, lines.edges, lines.places, drafted, ranks, rank, len(parts),
         rank_block=power_of_two(ranks), factor_block=power_of_two(rank), gated=factors.gate is not None,
-        num_warps=1 if ranks * rank <= 2048 else 2, **overlap(device),
+        num_warps=warps_of(ranks, rank), **overlap(device),
     )  # fmt: skip
     return PairedProposal(tokens=proposal.tokens, log_q=proposal.log_q, pair=scores, lines=lines)
+
+
+def warps_of(ranks: int, rank: int) -> int:
+    """Of a program: each thread has at most 32 of the numbers that are multiplied, up to 8 warps."""
+    return max(1, min(8, power_of_two(ranks) * power_of_two(rank) // 1024))
 
 
 def lines_of(log_q: Tensor, scores: Tensor) -> Lines:

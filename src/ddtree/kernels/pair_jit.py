@@ -10,7 +10,7 @@ MINUS = tl.constexpr(float("-inf"))
 LEAST = tl.constexpr(1e-6)  # as ddtree.drafter.pairwise has it
 
 
-@triton.jit(do_not_specialize=["drafted", "ranks", "count"])
+@triton.jit(do_not_specialize=["drafted", "ranks", "splits"])
 def pair(
     log_q,
     candidates,
@@ -26,13 +26,13 @@ def pair(
     drafted,
     ranks,
     rank,
-    count,
+    splits,
     rank_block: tl.constexpr,
     factor_block: tl.constexpr,
     gated: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """table: the row of each token in the factors; parts: [count, B * D, r], what is added to 1 where there is a gate.
+    """table: the row of each token in the factors; parts: [splits, B * D, r], what is added to 1 where there is a gate.
     """
     follow(overlap)
     depth, own, batch = tl.program_id(0) // ranks, tl.program_id(0) % ranks, tl.program_id(1).to(tl.int64)
@@ -51,7 +51,7 @@ def pair(
         z = tl.load(before + row * rank + f, mask=column, other=0.0).to(tl.float32)
         if gated:
             size = tl.num_programs(1).to(tl.int64) * drafted * rank
-            z *= 1.0 + sum_parts(parts, line * rank + f, size, count, column)
+            z *= 1.0 + sum_parts(parts, line * rank + f, size, splits, column)
         others = tl.load(
             behind + rows.to(tl.int64)[:, None] * rank + f[None, :], mask=real[:, None] & column[None, :], other=0.0
         )
