@@ -1,4 +1,4 @@
-"""The kernels of select, build, choose and accept on a CUDA card: first equality with their references, then times.
+"""The kernels of select, pair, build, choose and accept on a CUDA card: first equality with their references, then times.
 
     python benchmarks/kernels_round.py --output benchmarks/results/kernels-round.json
 
@@ -23,11 +23,11 @@ import torch
 
 from common import finish, machine, parser
 from ddtree.engine.sampling import greedy
-from ddtree.kernels import Kept, Plan, PlanRow, accept, advance, build, choose, settle
+from ddtree.kernels import Kept, Plan, PlanRow, accept, advance, build, choose, lines_of, pair, settle
 from ddtree.kernels.choose import OFF, ChooseTiles
 from ddtree.kernels.select import SelectTiles, select
-from ddtree.tree import RoundState, top_k
-from kernels_round_checks import commit_by_torch, draw_answers, draw_scores, run_checks
+from ddtree.tree import Proposal, RoundState, top_k
+from kernels_round_checks import commit_by_torch, draw_answers, draw_head, draw_pair, draw_scores, run_checks
 
 CALLS = 24  # in one graph
 Timed = tuple[str, Callable[[int], Any]]  # called with the number of the call, which picks the input
@@ -66,6 +66,32 @@ def time_build(_: argparse.Namespace) -> Iterator[Timed]:
         plan, state = Plan.allocate(batch, "cuda"), RoundState.allocate(batch, row.rows, 15, "cuda")
         plan.write([row] * batch, row.rows)
         yield f"build {name} B={batch}", lambda _, a=(log_q, candidates, plan, state, row.rows): build(*a)
+
+
+def time_pair(_: argparse.Namespace) -> Iterator[Timed]:
+    """K 16, a head of rank 64: its scores, the rows laid by them, and both; beside rows without."""
+    for hidden, depth, budget, batch in product((576, 4096), (9, 15), (15, 63), (1, 8)):
+        head, factors = draw_head(49152, hidden, 64, torch.bfloat16, "cuda")
+        row = PlanRow(tree=True, budget=budget, ranks=16, depth=depth)
+        states = torch.randn(batch, depth, hidden, device="cuda").bfloat16()
+        log_q = draw_scores(batch, depth, 16, "normal").cuda()
+        proposal = Proposal(torch.randint(0, 49152, log_q.shape, device="cuda"), log_q)
+        plan, state = Plan.allocate(batch, "cuda"), RoundState.allocate(batch, row.rows, depth, "cuda")
+        plan.write([row] * batch, row.rows)
+        lines = lines_of(log_q, draw_pair(batch, depth, 16, "normal").cuda())
+        asked, laid = (factors, states, proposal, plan), (log_q, proposal.tokens, plan, state, row.rows)
+
+        def both(_: int, a: Any = asked, b: Any = laid) -> None:
+            build(*b, pair(*a).lines)
+
+        at = f"D={depth} B={batch}"
+        if budget == 15:
+            yield f"pair H={hidden} {at}", lambda _, a=asked: pair(*a)
+            yield f"torch pair H={hidden} {at}", lambda _, h=head, s=states, p=proposal: h.pair(s, p.tokens, p.log_q)
+        if hidden == 576:
+            yield f"pair rows {budget} without {at}", lambda _, a=laid: build(*a)
+            yield f"pair rows {budget} by pairs {at}", lambda _, a=laid, k=lines: build(*a, k)
+        yield f"pair and rows {budget} H={hidden} {at}", both
 
 
 def time_choose(options: argparse.Namespace) -> Iterator[Timed]:
@@ -163,7 +189,7 @@ def by_kernel(call: Callable[[int], Any]) -> dict[str, float]:
 def run_times(options: argparse.Namespace) -> dict[str, Any]:
     """Name -> figures, or what went wrong."""
     results: dict[str, Any] = {}
-    for part in (time_select, time_build, time_choose, time_filters, time_accept):
+    for part in (time_select, time_build, time_pair, time_choose, time_filters, time_accept):
         for name, call in part(options):
             if options.only not in name:
                 continue

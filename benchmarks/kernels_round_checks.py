@@ -9,12 +9,25 @@ import torch
 from torch import Tensor
 
 from ddtree.config import SamplingParams
+from ddtree.drafter import PairwiseHead
 from ddtree.engine.rows import HostRows
 from ddtree.engine.sampling import RowSampler, greedy
-from ddtree.kernels import Plan, PlanRow, accept, advance, build, choose, propose, settle
+from ddtree.kernels import (
+    PairFactors,
+    Plan,
+    PlanRow,
+    accept,
+    advance,
+    build,
+    choose,
+    lines_of,
+    pair,
+    propose,
+    settle,
+)
 from ddtree.kernels.choose import ChooseTiles
 from ddtree.kernels.select import SelectTiles, select
-from ddtree.tree import Nodes, RoundState, best_first, chain, cut, largest, top_k, union
+from ddtree.tree import Nodes, Pair, Proposal, RoundState, best_first, chain, cut, largest, top_k, union
 from ddtree.tree import accept as accept_by_torch
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -73,17 +86,65 @@ def draw_scores(batch: int, depth: int, ranks: int, kind: str) -> Tensor:
     return scores
 
 
-def lay_by_host(log_q: Tensor, candidates: Tensor, row: PlanRow, width: int) -> RoundState:
-    """All sequences by the same plan, as the engine lays them; the last sequence is a filler of `width` rows."""
+def draw_pair(batch: int, depth: int, ranks: int, kind: str) -> Tensor:
+    """[B, D - 1, K, K] pair scores on the CPU, in any order: with ties, with missing ones, or distinct."""
+    scores = -4 * torch.rand(batch, depth - 1, ranks, ranks)
+    scores = scores.round() / 2 if kind == "ties" else scores
+    if kind == "missing":
+        scores[torch.rand(scores.shape) < 0.4] = -torch.inf
+        scores[torch.rand(scores.shape) < 0.1] = torch.nan
+    return scores
+
+
+def draw_head(vocab: int, hidden: int, rank: int, dtype: torch.dtype, device: str) -> tuple[PairwiseHead, PairFactors]:
+    """A random gated head of every second token, and the same as the kernels read it."""
+    ids = torch.arange(0, vocab, 2, device=device)
+    before, behind, gate = (
+        (torch.randn(rows, columns, device=device) / 4).bfloat16().float()
+        for rows, columns in ((len(ids), rank), (len(ids), rank), (rank, hidden))
+    )
+    head = PairwiseHead.of(ids, vocab, (before, behind), torch.randn(rank, device=device), gate / 8, "mark")
+    return head, PairFactors.of(head.before, head.behind, head.rest, head.gate, head.places, dtype)
+
+
+def check_pair(batch: int, depth: int, ranks: int, hidden: int, dtype: torch.dtype, device: str) -> None:
+    """Scores against the head's own, which are rounded otherwise; their order exactly."""
+    head, factors = draw_head(1003, hidden, 64, dtype, device)
+    states = torch.randn(batch, depth, hidden, device=device).to(dtype)
+    tokens = torch.rand(batch, depth, 1003, device=device).argsort(-1)[..., :ranks]
+    log_q = draw_scores(batch, depth, ranks, "normal").to(device) - 2.5
+    plan = Plan.allocate(batch, device)
+    plan.write([PlanRow(ranks=max(ranks - index % 2, 1), depth=depth) for index in range(batch)], 1)
+    found = pair(factors, states, Proposal(tokens, log_q), plan)
+    assert found.pair is not None
+    log_q[1::2, :, max(ranks - 1, 1) :] = -torch.inf
+    torch.testing.assert_close(found.pair, head.pair(states, tokens, log_q), rtol=1e-5, atol=2e-5)
+    wanted = lines_of(log_q, found.pair)
+    for name in ("edges", "places"):
+        same(getattr(found.lines, name)[:, 1:], getattr(wanted, name)[:, 1:], name)
+        same(getattr(found.lines, name)[:, 0, 0], getattr(wanted, name)[:, 0, 0], f"{name} of the first depth")
+
+
+def lay_by_host(
+    log_q: Tensor, candidates: Tensor, row: PlanRow, width: int, scores: Tensor | None = None
+) -> RoundState:
+    """All sequences by the same plan, as the engine lays them; the last sequence is a filler of `width` rows.
+
+    scores: [B, D - 1, K, K] pair scores.
+    """
     batch = len(log_q)
     state = RoundState.allocate(batch + 1, width, 63)
     state.member.fill_(True)
     nodes = []
-    for index, scores in enumerate(log_q[:, : row.depth, : row.ranks].tolist()):
-        tree = best_first(scores, row.budget, row.spine) if row.tree else Nodes.root()
+    for index, marginals in enumerate(log_q[:, : row.depth, : row.ranks].tolist()):
+        known = None
+        if scores is not None:
+            known = Pair.of(scores[index, : max(row.depth - 1, 0), : row.ranks, : row.ranks])
+        tree = best_first(marginals, row.budget, row.spine, pair=known) if row.tree else Nodes.root()
         laid, rows = tree, [0]
         if row.chain:
-            laid, rows = union(tree, chain(row.depth)) if row.tree else (chain(row.depth), [0])
+            line = chain(row.depth, known)
+            laid, rows = union(tree, line) if row.tree else (line, [0])
         state.tree[index, : len(tree)] = True
         if row.tree and row.chain:
             state.member[index] = False
@@ -94,8 +155,11 @@ def lay_by_host(log_q: Tensor, candidates: Tensor, row: PlanRow, width: int) -> 
     return state
 
 
-def check_build(batch: int, depth: int, ranks: int, row: PlanRow, width: int, kind: str, device: str) -> None:
+def check_build(
+    batch: int, depth: int, ranks: int, row: PlanRow, width: int, kind: str, device: str, paired: bool = False
+) -> None:
     log_q = draw_scores(batch, depth, ranks, kind)
+    scores = draw_pair(batch, depth, ranks, kind) if paired else None
     candidates = torch.randint(0, 150_000, log_q.shape)
     plan = Plan.allocate(batch, device)
     plan.write([row] * batch, width)
@@ -103,8 +167,12 @@ def check_build(batch: int, depth: int, ranks: int, row: PlanRow, width: int, ki
     for name in ("tokens", "parents", "depths", "ancestors"):
         getattr(state, name).fill_(-77)
     state.tokens[:, 0] = 0
-    build(log_q.to(device), candidates.to(device), plan, state, width)
-    wanted, words = lay_by_host(log_q, candidates, row, width), -(-width // 64)
+    lines = None
+    if scores is not None:
+        scores[..., row.ranks :] = -torch.inf
+        lines = lines_of(log_q.to(device), scores.to(device))
+    build(log_q.to(device), candidates.to(device), plan, state, width, lines)
+    wanted, words = lay_by_host(log_q, candidates, row, width, scores), -(-width // 64)
     for name in ("parents", "depths", "tokens", "member", "tree"):
         same(getattr(state, name)[:, :width].cpu(), getattr(wanted, name)[:-1], name)
     same(state.ancestors[:, :width, :words].cpu(), wanted.ancestors[:-1], "ancestors")
@@ -203,13 +271,18 @@ def all_checks(options: argparse.Namespace, device: str) -> Iterator[Check]:
         "tree": PlanRow(tree=True, budget=63, ranks=16, depth=15),
         "tree 15": PlanRow(tree=True, budget=15, ranks=8, depth=15, spine=4),
         "both": PlanRow(tree=True, chain=True, budget=48, ranks=8, depth=15),
-        "chain": PlanRow(chain=True, depth=15),
+        "chain": PlanRow(chain=True, ranks=8, depth=15),
         "root": PlanRow(),
     }
     batches = (1, 2 if device == "cpu" else 32)
     for (name, row), kind, batch in product(plans.items(), ("normal", "ties", "missing"), batches):
         args = (batch, 15, 16, row, max(row.rows, 16), kind, device)
         yield f"build {name} {kind} B={batch}", lambda a=args: check_build(*a)
+        yield f"build by pairs {name} {kind} B={batch}", lambda a=args: check_build(*a, paired=True)
+    hidden = (64,) if device == "cpu" else (576, 4096)
+    for dtype, columns, ranks, batch in product(DTYPES, hidden, (5, 16, 32), batches):
+        args = (batch, 9, ranks, columns, dtype, device)
+        yield f"pair {dtype} H={columns} K={ranks} B={batch}", lambda a=args: check_pair(*a)
     deep = PlanRow(tree=True, chain=True, budget=150, ranks=32, depth=63)
     yield "build 214 rows of depth 63", lambda: check_build(3, 63, 32, deep, 214, "ties", device)
     temperatures = (0.0, 1e-300, 1e-3, 0.7, 1.0, 1.5, 1e300)
