@@ -1,4 +1,4 @@
-"""The kernels of select, pair, build, choose and accept on a CUDA card: first equality with their references, then times.
+"""The kernels of select, pair, build, choose and accept on a CUDA card: equality with their references, then times.
 
     python benchmarks/kernels_round.py --output benchmarks/results/kernels-round.json
 

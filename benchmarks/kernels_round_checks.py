@@ -104,7 +104,7 @@ def draw_head(vocab: int, hidden: int, rank: int, dtype: torch.dtype, device: st
         for rows, columns in ((len(ids), rank), (len(ids), rank), (rank, hidden))
     )
     head = PairwiseHead.of(ids, vocab, (before, behind), torch.randn(rank, device=device), gate / 8, "mark")
-    return head, PairFactors.of(head.before, head.behind, head.rest, head.gate, head.places, dtype)
+    return head, head.factors(dtype)
 
 
 def check_pair(batch: int, depth: int, ranks: int, hidden: int, dtype: torch.dtype, device: str) -> None:

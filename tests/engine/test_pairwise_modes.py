@@ -1,6 +1,5 @@
 """Drafts by a pairwise head: no token of an answer changes, in any mode, and rows are laid by its scores."""
 
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -166,16 +165,9 @@ def test_the_drafter_is_known_again_in_half_precision(dtype: str) -> None:
     assert found.drafter.pairwise is not None
 
 
-def test_where_the_device_lays_trees_the_head_is_left_out_and_that_is_told(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_where_the_device_lays_rows_the_head_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backend, "KINDS", {"cpu"})
-    for setting, told in (("auto", 1), ("off", 0)):
-        caplog.clear()
-        with caplog.at_level(logging.WARNING, "ddtree.engine"):
-            found = load_pair(EngineConfig(device="cpu", dtype="float32", draft_pairwise=setting))
+    for setting in ("auto", "off"):
+        found = load_pair(EngineConfig(device="cpu", dtype="float32", draft_pairwise=setting))
         assert found.drafter is not None
-        assert found.drafter.pairwise is None
-        assert [record.message for record in caplog.records] == [
-            "pairwise.st of the drafter is left out: rounds on cpu take no pair scores"
-        ] * told
+        assert (found.drafter.pairwise is not None) == (setting == "auto")

@@ -156,14 +156,12 @@ def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
 
 
 def pairs(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
-    """Scores of candidates behind candidates: ranks, rank of the head, warps."""
-    for dtype in ("bf16", "fp32") if every else ("bf16",):
-        types = dict.fromkeys(("before", "behind"), f"*{dtype}") | {"table": "*i32"}
-        types |= dict.fromkeys(("rest", "parts", "scores"), "*fp32")
-        for ranks, rank in ((8, 16), (16, 64), (16, 128), (32, 64), (32, 256)) if every else ((16, 64),):
-            shape = {"rank_block": ranks, "factor_block": rank, "gated": True}
-            warps = pair_warps(ranks, rank)
-            yield f"pair {ranks} {rank} {dtype}", compiled(pair_jit.pair, capability, shape, warps=warps, types=types)
+    """Scores of candidates behind candidates: ranks, rank of the head."""
+    types = dict.fromkeys(("before", "behind", "rest", "parts", "scores"), "*fp32") | {"table": "*i64"}
+    for ranks, rank in ((8, 16), (16, 64), (16, 128), (32, 64), (32, 256)) if every else ((16, 64),):
+        shape = {"rank_block": ranks, "factor_block": rank, "gated": True}
+        warps = pair_warps(ranks, rank)
+        yield f"pair {ranks} {rank}", compiled(pair_jit.pair, capability, shape, warps=warps, types=types)
 
 
 def layers(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from ddtree.config import EngineConfig, SamplingParams, Speculation
-from ddtree.drafter import DFlashDrafter
+from ddtree.drafter import DFlashDrafter, PairwiseHead
 from ddtree.engine import Engine
 from ddtree.engine.runner import DeviceRunner, HostRunner
 from ddtree.kernels import backend
@@ -64,6 +64,18 @@ def load(folders: tuple[Path, Path], device: torch.device, ids: range | None = N
     )
 
 
+def with_head(engine: Engine) -> Engine:
+    """Its drafter gets a head that moves much, of most tokens."""
+    assert engine.drafter is not None
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.arange(61)[torch.arange(61) % 7 != 3]
+    factors = (torch.randn(len(ids), 6, generator=generator), torch.randn(len(ids), 6, generator=generator))
+    gate = torch.randn(6, 32, generator=generator) * 0.2
+    head = PairwiseHead.of(ids, 61, factors, torch.zeros(6), gate, "mark").to(engine.target.spec.device)
+    engine.drafter.pairwise = head
+    return Engine(engine.target, engine.drafter, engine.text, engine.config)
+
+
 def answers(engine: Engine, lanes) -> list:
     requests = [engine.scheduler.add([5, 9, 2 + i], params, spec) for i, (spec, params) in enumerate(lanes)]
     finished = {}
@@ -114,3 +126,33 @@ def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, i
     assert [facts(g) for g in found] == [facts(g) for g in expected]
     assert [[e.token_id for e in g.logprobs] for g in found] == [[e.token_id for e in g.logprobs] for g in expected]
     assert max(g.speculative.accepted for g in found) > 0
+
+
+@pytest.mark.parametrize("graphs", GRAPHS)
+@pytest.mark.parametrize(
+    ("lanes", "ids"),
+    [(LANES, None), ([*LANES[:2], HOST_LANE], None), (LANES[:3], range(1, 61, 2))],
+    ids=["device alone", "with the host's part", "drafts of a part of the vocabulary"],
+)
+def test_rounds_by_pair_scores_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
+    """Sequences that ask for other numbers of candidates are in one batch; the head has a say on both sides."""
+    monkeypatch.setattr(backend, "KINDS", set())
+    plain = answers(load(folders, device, ids), lanes)
+    expected = answers(with_head(load(folders, device, ids)), lanes)
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    engine = with_head(load(folders, device, ids, cuda_graphs=graphs))
+    assert isinstance(engine.scheduler._runner, DeviceRunner)
+    assert engine.info()["draft_pairwise"] == "on"
+    found = answers(engine, lanes)
+    assert [facts(g) for g in found] == [facts(g) for g in expected]
+    assert [g.token_ids for g in found] == [g.token_ids for g in plain]
+    assert [g.speculative for g in found] != [g.speculative for g in plain], "the head changed nothing"
+
+
+def test_a_pairwise_head_is_in_the_memory_plan(folders, device, monkeypatch) -> None:
+    monkeypatch.setattr(backend, "KINDS", {device.type})
+    engine = load(folders, device)
+    paired = with_head(load(folders, device))
+    sizes = [{part.name: part.size for part in e._store.plan.parts} for e in (engine, paired)]
+    assert sizes[1]["drafter_weights"] > sizes[0]["drafter_weights"]
+    assert sizes[1]["logits"] > sizes[0]["logits"]

@@ -87,7 +87,7 @@ DraftPairwise = Annotated[
     typer.Option(
         "--draft-pairwise",
         metavar="auto|off",
-        help="auto: on a CPU, drafts go by the pairwise head of the drafter's folder, if it has one; off: never. No"
+        help="auto: drafts go by the pairwise head of the drafter's folder, if it has one; off: never. No"
         " answer depends on it.",
     ),
 ]

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ddtree.config import PAIRWISE
 from ddtree.errors import DamagedFile, DrafterMismatch, ModelNotFound
+from ddtree.kernels import PairFactors
 from ddtree.layers.weights import open_weights
 
 KIND = "ddtree-pairwise-1"  # of the file, in its metadata
@@ -106,6 +107,11 @@ class PairwiseHead:
             behind candidate i of depth d (both from 0). -inf where a rank is missing.
         """
         return normalised(log_q[:, 1:], *self.moved(hidden[:, 1:], tokens[:, :-1], tokens[:, 1:]))
+
+    def factors(self, dtype: torch.dtype) -> PairFactors:
+        """The same memory as ddtree.kernels.pair reads it; dtype: of the drafter's hidden states."""
+        gate = None if self.gate is None else self.gate.to(dtype).contiguous()
+        return PairFactors(self.before, self.behind, self.rest, gate, self.places)
 
     def check_fits(self, vocab_size: int, hidden: int, drafter: str) -> None:
         """Raises DrafterMismatch unless the head was made for such a target and this drafter."""

@@ -1,21 +1,18 @@
 """Target and drafter as a configuration names them."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ddtree import models
-from ddtree.config import PAIRWISE, EngineConfig
+from ddtree.config import EngineConfig
 from ddtree.drafter import DFlashDrafter, Drafter, PairwiseHead, choose_vocabulary
 from ddtree.engine.device import choose_device, choose_dtype
 from ddtree.errors import InvalidOption, UnsupportedModel
 from ddtree.kernels.backend import usable
 from ddtree.kernels.build import MOST_DEPTHS
 from ddtree.target import LlamaTarget, Target
-
-log = logging.getLogger("ddtree.engine")
 
 HALVES = (torch.float16, torch.bfloat16)
 
@@ -70,13 +67,11 @@ def _check_depths(drafter: Drafter, device: torch.device) -> None:
 def _pairwise(
     config: EngineConfig, folder: Path, target_sizes: tuple[int, int, int], device: torch.device
 ) -> PairwiseHead | None:
-    """The drafter's own head, where rounds are laid by the host. Raises DamagedFile or DrafterMismatch."""
-    if config.draft_pairwise == "off" or not (folder / PAIRWISE).exists():
+    """The drafter's own head. Raises DamagedFile or DrafterMismatch."""
+    if config.draft_pairwise == "off":
         return None
-    if usable(device):
-        log.warning("%s of the drafter is left out: rounds on %s take no pair scores", PAIRWISE, device)
-        return None
-    return PairwiseHead.of_drafter(folder, target_sizes[0], target_sizes[1])
+    head = PairwiseHead.of_drafter(folder, target_sizes[0], target_sizes[1])
+    return None if head is None else head.to(device)
 
 
 def _invariant(config: EngineConfig, device: torch.device, dtype: torch.dtype) -> bool:

@@ -14,6 +14,7 @@ from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
+from ddtree.kernels.build import MOST_RANKS
 from ddtree.kernels.context import TextStore
 from ddtree.plan import Load, Memory, MemoryPlan, Part, machine_memory
 from ddtree.target import LlamaTarget, Target
@@ -89,6 +90,7 @@ class Planner:
         self._drafter = None if drafter is None else _drafter_model(drafter)
         cut = None if drafter is None else drafter.vocabulary
         self._drafted = self._vocab if cut is None else len(cut)  # tokens that a draft has logits of
+        self._pairwise = drafter is not None and drafter.pairwise is not None
         self._depths, self._block = (drafter.config.depths, drafter.config.block_size) if drafter else (0, 0)
         self._captured = None  # rows of the rounds that are captured at the start
         if speculation is not None:
@@ -143,10 +145,13 @@ class Planner:
         return batch * rows * self._vocab * self._dtype.itemsize
 
     def _choices(self, batch: int, rows: int) -> int:
-        """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps."""
+        """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps; pair
+        scores, and these in order.
+        """
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
-        return self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
+        pairs = batch * self._depths * MOST_RANKS**2 * (2 * _FLOAT + 1) if self._pairwise else 0
+        return pairs + self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)

@@ -11,7 +11,7 @@ from ddtree import kernels
 from ddtree.engine.consult import UNTOLD, HostPart, read_trees, tree_table
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import RowSampler, greedy
-from ddtree.kernels import Kept, Plan, PlanRow
+from ddtree.kernels import Kept, PairedProposal, PairFactors, Plan, PlanRow
 from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Accepted, Pair, Proposal, RoundState, accept, cut, top_k
 
@@ -75,7 +75,11 @@ class HostOps:
             return top_k(drafter.propose(*asked), ranks, drafter.vocabulary)
         states = drafter.states(*asked)
         found = top_k(drafter.score(states), ranks, drafter.vocabulary)
-        return replace(found, pair=drafter.pairwise.pair(states, found.tokens, found.log_q))
+        # What lies beyond a sequence's own ranks is no candidate: its scores do not depend on what others ask for.
+        own = torch.tensor([lanes[i].ranks for i in self._who], device=root.device).view(-1, 1, 1)
+        beyond = torch.arange(found.log_q.shape[-1], device=root.device) >= own  # [B, 1, K]
+        known = found.log_q.masked_fill(beyond, -torch.inf)
+        return replace(found, pair=drafter.pairwise.pair(states, found.tokens, known))
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. A sequence without a proposal has its root alone."""
@@ -187,10 +191,18 @@ class DeviceOps:
     texts: TextStore | None = None  # where sequences draft from their own text
     said: Said | None = None  # by the texts, of the round
     host: HostPart | None = None  # None: the device chooses every token by itself
+    factors: PairFactors | None = None  # of a pairwise head, where the drafter has one
 
     @classmethod
     def allocate(
-        cls, batch: int, width: int, depth: int, ranks: int, device: torch.device, texts: TextStore | None = None
+        cls,
+        batch: int,
+        width: int,
+        depth: int,
+        ranks: int,
+        device: torch.device,
+        texts: TextStore | None = None,
+        factors: PairFactors | None = None,
     ) -> "DeviceOps":
         """For `batch` sequences of `width` rows; texts: of all slots, where any sequence drafts from its own."""
         return cls(
@@ -204,6 +216,7 @@ class DeviceOps:
             ranks=ranks,
             texts=texts,
             said=Said.allocate(batch, width, device) if texts else None,
+            factors=factors,
         )
 
     def write_samplers(self, samplers: Sequence[RowSampler]) -> None:
@@ -228,8 +241,12 @@ class DeviceOps:
         if batch.drafter is None or batch.drafter_cache is None or not self.depth:
             return None
         root, position = batch.state.tokens[:, 0], batch.state.position
-        logits = batch.drafter.propose(batch.drafter_cache, root, position, self.depth)
-        return kernels.propose(logits, self.ranks, batch.drafter.vocabulary)
+        drafter, asked = batch.drafter, (batch.drafter_cache, root, position, self.depth)
+        if self.factors is None:
+            return kernels.propose(drafter.propose(*asked), self.ranks, drafter.vocabulary)
+        states = drafter.states(*asked)
+        found = kernels.propose(drafter.score(states), self.ranks, drafter.vocabulary)
+        return kernels.pair(self.factors, states, found, self.plan)
 
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """See Ops.build. Without a proposal the state holds roots alone from the beginning."""
@@ -237,7 +254,8 @@ class DeviceOps:
             slots = batch.target_cache.slot
             build_with(self.texts, slots, proposal.log_q, proposal.tokens, self.plan, batch.state, self.said)
         elif proposal is not None:
-            kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width)
+            lines = proposal.lines if isinstance(proposal, PairedProposal) else None
+            kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width, lines)
         batch.state.width = self.width
 
     def consult(self, batch: "Batch", logits: Tensor) -> None:

@@ -118,6 +118,8 @@ class DeviceRunner:
         self._target, self._drafter, self._store, self._graphs = target, drafter, store, graphs
         self._context = context
         self._made_texts: DeviceTexts | None = None
+        head = drafter.pairwise if drafter else None
+        self._factors = None if head is None else head.factors(target.spec.dtype)
         self._host = HostRunner(target, drafter, store)
         self._made = StaticBatches(self._allocate, self._short)
         self._current: Captured | None = None
@@ -242,7 +244,8 @@ class DeviceRunner:
 
     def _allocate(self, shape: Shape) -> Captured:
         texts = self._texts.store if shape.context else None
-        return allocate(shape, self._target, self._drafter, self._store, texts)
+        factors = None if texts else self._factors  # rows that are laid with a text take no pair scores
+        return allocate(shape, self._target, self._drafter, self._store, texts, factors)
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
         batch, ops = captured.batch, captured.alone

@@ -13,6 +13,7 @@ from ddtree.engine.ops import DeviceOps
 from ddtree.engine.round import Batch
 from ddtree.engine.shapes import Shape
 from ddtree.engine.slots import SlotStore
+from ddtree.kernels import PairFactors
 from ddtree.kernels.context import TextStore
 from ddtree.layers import KVCache
 from ddtree.target import Target
@@ -93,11 +94,19 @@ class StaticBatches:
 
 
 def allocate(
-    shape: Shape, target: Target, drafter: Drafter | None, store: SlotStore, texts: TextStore | None
+    shape: Shape,
+    target: Target,
+    drafter: Drafter | None,
+    store: SlotStore,
+    texts: TextStore | None,
+    factors: PairFactors | None,
 ) -> Captured:
-    """A shape's static tensors, on the target's device. texts: of all slots, where the shape drafts from them."""
+    """A shape's static tensors, on the target's device.
+
+    texts: of all slots, where the shape drafts from them; factors: of the drafter's pairwise head, where it has one.
+    """
     spec, slots = target.spec, [0] * shape.batch
-    ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts)
+    ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts, factors)
     host = HostPart.allocate(shape.batch, shape.width, spec.vocab_size, spec.device)
     batch = Batch(
         target=target,

@@ -14,32 +14,16 @@ from ddtree.tree import Proposal
 
 @dataclass(frozen=True)
 class PairFactors:
-    """A pairwise head's tensors on the device: see ddtree.drafter.PairwiseHead.
+    """A pairwise head's tensors as the kernel reads them: see ddtree.drafter.PairwiseHead.factors.
 
-    Factors that bfloat16 holds exactly, as those of a file that was written in it, are kept so: half of the memory, and
-    the same scores, since they are multiplied and summed in float32. Others stay in float32.
+    In float32, as the head has them: a round reads the rows of a few tokens, so fewer bytes would save no time.
     """
 
-    before: Tensor  # [W + 1, r] bfloat16 or float32; the last row is 0
+    before: Tensor  # [W + 1, r] float32; the last row is 0
     behind: Tensor  # [W + 1, r], likewise
     rest: Tensor  # [r] float32
     gate: Tensor | None  # [r, H], in the dtype of the drafter's states
-    places: Tensor  # [vocab] int32: the row of each token, W where it has none
-
-    @classmethod
-    def of(
-        cls, before: Tensor, behind: Tensor, rest: Tensor, gate: Tensor | None, places: Tensor, states: torch.dtype
-    ) -> "PairFactors":
-        """From float32 factors, on one device; states: dtype of the hidden states that the gate will read."""
-        exact = all(torch.equal(rows.bfloat16().float(), rows) for rows in (before, behind))
-        dtype = torch.bfloat16 if exact else torch.float32
-        return cls(
-            before=before.to(dtype).contiguous(),
-            behind=behind.to(dtype).contiguous(),
-            rest=rest.float().contiguous(),
-            gate=None if gate is None else gate.to(states).contiguous(),
-            places=places.int().contiguous(),
-        )
+    rows: Tensor  # [vocab] int64: the row of each token, W where it has none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +56,7 @@ def pair(factors: PairFactors, hidden: Tensor, proposal: Proposal, plan: Plan) -
     lines = Lines(torch.empty(shape, device=device), torch.empty(shape, dtype=torch.uint8, device=device))
     rank = factors.before.shape[1]
     jit("pair").pair[(drafted * ranks, batch)](
-        log_q, tokens, plan.settings, factors.before, factors.behind, factors.rest, factors.places, parts,
+        log_q, tokens, plan.settings, factors.before, factors.behind, factors.rest, factors.rows, parts,
         scores, lines.edges, lines.places, drafted, ranks, rank, len(parts),
         rank_block=power_of_two(ranks), factor_block=power_of_two(rank), gated=factors.gate is not None,
         num_warps=warps_of(ranks, rank), **overlap(device),

@@ -32,8 +32,7 @@ def pair(
     gated: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """table: the row of each token in the factors; parts: [splits, B * D, r], what is added to 1 where there is a gate.
-    """
+    """table: the row of each token in the factors; parts: [splits, B * D, r], what a gate adds to 1."""
     follow(overlap)
     depth, own, batch = tl.program_id(0) // ranks, tl.program_id(0) % ranks, tl.program_id(1).to(tl.int64)
     usable = tl.minimum(tl.load(settings + batch * 7 + 4).to(tl.int32), ranks)
@@ -46,15 +45,13 @@ def pair(
     if depth > 0:
         f = tl.arange(0, factor_block)
         column = f < rank
-        row = tl.load(table + tl.load(candidates + (line - 1) * ranks + own)).to(tl.int64)
+        row = tl.load(table + tl.load(candidates + (line - 1) * ranks + own))
         rows = tl.load(table + tl.load(candidates + line * ranks + k, mask=real, other=0), mask=real, other=0)
         z = tl.load(before + row * rank + f, mask=column, other=0.0).to(tl.float32)
         if gated:
             size = tl.num_programs(1).to(tl.int64) * drafted * rank
             z *= 1.0 + sum_parts(parts, line * rank + f, size, splits, column)
-        others = tl.load(
-            behind + rows.to(tl.int64)[:, None] * rank + f[None, :], mask=real[:, None] & column[None, :], other=0.0
-        )
+        others = tl.load(behind + rows[:, None] * rank + f[None, :], mask=real[:, None] & column[None, :], other=0.0)
         score = known + tl.sum(others.to(tl.float32) * z[None, :], 1)
         mass = tl.sum(tl.exp(known), 0)
         outside = log_of(1.0 - tl.minimum(mass, 1.0 - LEAST))
