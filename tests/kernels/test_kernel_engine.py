@@ -9,6 +9,7 @@ import torch
 from ddtree.config import EngineConfig, SamplingParams, Speculation
 from ddtree.drafter import DFlashDrafter, PairwiseHead
 from ddtree.engine import Engine
+from ddtree.engine.ops import DeviceOps, HostOps
 from ddtree.engine.runner import DeviceRunner, HostRunner
 from ddtree.kernels import backend
 from ddtree.target import LlamaTarget
@@ -76,6 +77,24 @@ def with_head(engine: Engine) -> Engine:
     return Engine(engine.target, engine.drafter, engine.text, engine.config)
 
 
+def watch_rows(monkeypatch: pytest.MonkeyPatch, ops: type) -> dict:
+    """(sequence, position) -> tokens and parents of the rows that are laid, where Python lays or launches them."""
+    found: dict = {}
+    build = ops.build
+
+    def watch(self, batch, proposal):
+        build(self, batch, proposal)
+        state, n = batch.state, batch.state.width
+        for index, lane in enumerate(batch.lanes):
+            if not state.done[index] and lane.depth:
+                real = state.parents[index, :n] >= 0
+                rows = state.tokens[index, :n][real].tolist(), state.parents[index, :n][real].tolist()
+                found.setdefault((index, int(state.position[index])), rows)
+
+    monkeypatch.setattr(ops, "build", watch)
+    return found
+
+
 def answers(engine: Engine, lanes) -> list:
     requests = [engine.scheduler.add([5, 9, 2 + i], params, spec) for i, (spec, params) in enumerate(lanes)]
     finished = {}
@@ -137,16 +156,22 @@ def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, i
 def test_rounds_by_pair_scores_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
     """Sequences that ask for other numbers of candidates are in one batch; the head has a say on both sides."""
     monkeypatch.setattr(backend, "KINDS", set())
-    plain = answers(load(folders, device, ids), lanes)
+    with monkeypatch.context() as patch:
+        marginal = watch_rows(patch, HostOps)
+        plain = answers(load(folders, device, ids), lanes)
+    by_host = watch_rows(monkeypatch, HostOps)
     expected = answers(with_head(load(folders, device, ids)), lanes)
     monkeypatch.setattr(backend, "KINDS", {device.type})
     engine = with_head(load(folders, device, ids, cuda_graphs=graphs))
+    by_device = watch_rows(monkeypatch, DeviceOps)
     assert isinstance(engine.scheduler._runner, DeviceRunner)
     assert engine.info()["draft_pairwise"] == "on"
     found = answers(engine, lanes)
     assert [facts(g) for g in found] == [facts(g) for g in expected]
     assert [g.token_ids for g in found] == [g.token_ids for g in plain]
-    assert [g.speculative for g in found] != [g.speculative for g in plain], "the head changed nothing"
+    assert by_host != marginal, "the head changed nothing"
+    if engine.info()["rounds"] == "kernels":
+        assert by_device == by_host
 
 
 def test_a_pairwise_head_is_in_the_memory_plan(folders, device, monkeypatch) -> None:
