@@ -30,7 +30,7 @@ from ddtree.engine.context import SequenceContext
 from ddtree.engine.modes import MODES, Layout, lay_out
 from ddtree.kernels import Plan, PlanRow, build
 from ddtree.kernels.context import KINDS, Said, TextStore, build_with
-from ddtree.tree import Nodes, RoundState
+from ddtree.tree import Nodes, Proposal, RoundState
 from ddtree.tree.matches import Confidence
 
 CALLS = 24  # in one graph
@@ -95,7 +95,7 @@ class Scene:
         return log_q.to(self.device), candidates.to(self.device)
 
     def lay(self, log_q: torch.Tensor, candidates: torch.Tensor) -> None:
-        build_with(self.store, self.slots, log_q, candidates, self.plan, self.state, self.said)
+        build_with(self.store, self.slots, Proposal(candidates, log_q), self.plan, self.state, self.said)
 
     def note(self) -> None:
         self.store.note(self.plan, self.slots, self.state, self.said)

@@ -141,15 +141,18 @@ def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
     """Rows laid with a context, and the texts that it is looked up in."""
     names = ("text", "lengths", "tables", "matches", "levels", "said_tokens", "said_levels")
     types = dict.fromkeys(names, "*i32") | dict.fromkeys(("confidence", "said_shares", "shares"), "*fp64")
-    types |= dict.fromkeys(("hits", "rests"), "*fp32")
+    types |= dict.fromkeys(("hits", "rests", "scores"), "*fp32")
     types |= dict.fromkeys(("slots", "factors", "committed"), "*i64")
     for block in (32, 64, 128, 256) if every else (64,):
-        shape = {"block": block, "words": -(-block // 64), "rank_block": 32}
-        warps = max(block // 128, 1)
-        kernel = context_build_jit.build
-        yield f"context.build {block}", compiled(kernel, capability, shape, warps=warps, types=types)
+        for paired in (False, True):
+            shape = {"block": block, "words": -(-block // 64), "rank_block": 32, "paired": paired}
+            name, warps = f"context.build {block} paired{paired:d}", max(block // 128, 1)
+            yield name, compiled(context_build_jit.build, capability, shape, warps=warps, types=types)
     for block in (2, 8, 32) if every else (32,):
-        yield f"context.weigh {block}", compiled(context_rows_jit.weigh, capability, {"rank_block": block}, types=types)
+        for paired in (False, True):
+            shape = {"rank_block": block, "paired": paired}
+            name = f"context.weigh {block} paired{paired:d}"
+            yield name, compiled(context_rows_jit.weigh, capability, shape, types=types)
     shape = {"column_block": 32}
     yield "context.note", compiled(context_jit.note, capability, shape, warps=1, types=types)
     yield "context.lay", compiled(context_jit.lay, capability, {"block": 256}, types=types)

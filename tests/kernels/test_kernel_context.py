@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from ddtree.config import Speculation
 from ddtree.engine.context import DeviceTexts, SequenceContext
 from ddtree.engine.modes import MODES, Layout, lay_out
-from ddtree.kernels import Plan, PlanRow
+from ddtree.kernels import PairedProposal, Plan, PlanRow, lines_of
 from ddtree.kernels.context import Said, TextStore, build_with
-from ddtree.tree import Nodes, RoundState, TextIndex
+from ddtree.tree import Nodes, Pair, Proposal, RoundState, TextIndex
 from ddtree.tree.matches import LEVELS, Confidence
 
 # The interpreter computes with numpy, which warns where a GPU gives an infinity or NaN in silence.
@@ -114,7 +114,9 @@ MODES_OF = ["tree", "linear", "shadow-linear"]
 class Rounds:
     """A batch of sequences whose rounds both sides lay; every round commits a path of its rows, chosen at random."""
 
-    def __init__(self, lanes, prompts, depth: int, ranks: int, device: torch.device) -> None:
+    def __init__(self, lanes, prompts, depth: int, ranks: int, device: torch.device, paired: bool = False) -> None:
+        """paired: rounds have pair scores, and chains look at as many candidates as trees."""
+        self.paired = paired
         self.lanes, self.depth, self.ranks, self.device = lanes, depth, ranks, device
         self.hosts = [SequenceContext.of(s, p, CAPACITY) for s, p in zip(lanes, prompts, strict=True)]
         for host in self.hosts:
@@ -140,25 +142,35 @@ class Rounds:
         mode = MODES[s.mode]
         return PlanRow(
             tree=mode.tree, chain=mode.chain, budget=s.tree_budget if mode.tree else 0,
-            spine=s.tree_spine if mode.tree else 0, ranks=min(s.tree_top_k, self.ranks) if mode.tree else 1,
+            spine=s.tree_spine if mode.tree else 0, 
+            ranks=min(s.tree_top_k, self.ranks) if mode.tree or self.paired else 1,
             depth=self.depth, context={"off": 0, "branch": 1, "mix": 2}[s.tree_context],
         )  # fmt: skip
 
-    def round(self, log_q: torch.Tensor, candidates: torch.Tensor, rng: Random) -> list[Layout]:
+    def round(
+        self, log_q: torch.Tensor, candidates: torch.Tensor, rng: Random, pair: torch.Tensor | None = None
+    ) -> list[Layout]:
         batch, n = len(self.lanes), self.width
         state = RoundState.allocate(batch, n + 3, self.depth, self.device)
         for name in ("tokens", "parents", "depths", "ancestors"):
             getattr(state, name).fill_(GARBAGE)
         slots = torch.tensor(self.slots, device=self.device)
         self.said.shares.fill_(float("nan"))
-        build_with(self.store, slots, log_q.to(self.device), candidates.to(self.device), self.plan, state, self.said)
+        proposal = Proposal(candidates.to(self.device), log_q.to(self.device))
+        if pair is not None:
+            for index, row in enumerate(self.rows):
+                pair[index, ..., row.ranks :] = float("-inf")  # as the kernel of pair scores leaves them
+            lines = lines_of(proposal.log_q, pair.to(self.device))
+            proposal = PairedProposal(**vars(proposal) | {"pair": pair.to(self.device)}, lines=lines)
+        build_with(self.store, slots, proposal, self.plan, state, self.said)
         layouts, shown = [], []
         for index, (lane, row) in enumerate(zip(self.lanes, self.rows, strict=True)):
             tokens = [line[: row.ranks] for line in candidates[index].tolist()]
             scores = [line[: row.ranks] for line in log_q[index].tolist()]
             host = self.hosts[index]
-            guesses = host.guesses(tokens, scores) if host else None
-            layouts.append(lay_out(MODES[lane.mode], lane, scores, guesses))
+            known = None if pair is None else Pair.of(pair[index, :, : row.ranks, : row.ranks])
+            guesses = host.guesses(tokens, scores, known) if host else None
+            layouts.append(lay_out(MODES[lane.mode], lane, scores, guesses, known))
             shown.append(candidates[index].tolist())
         filler = Nodes([-1] + [0] * (n - 1), [0] + [1] * (n - 1), [0] * n)
         wanted = RoundState.allocate(batch + 1, n, self.depth)
@@ -255,6 +267,41 @@ def test_every_mode_and_context_in_one_batch(seed: int, device: torch.device) ->
             log_q[rng.randrange(4), rng.randrange(6), rng.randrange(4) :] = float("-inf")
             log_q[rng.randrange(4), rng.randrange(6), rng.randrange(1, 4) :] = float("nan")
         rounds.round(log_q, candidates, rng)
+
+
+def draw_pair(batch: int, depth: int, ranks: int, rng: Random, kind: str) -> torch.Tensor:
+    """Pair scores in any order: distinct, of a few values, or with missing ones too."""
+    generator = torch.Generator().manual_seed(rng.randrange(10**6))
+    pair = -torch.rand(batch, depth - 1, ranks, ranks, generator=generator) * 3
+    if kind != "spread":
+        pair = pair.round() / 2
+    if kind == "holes":
+        missing = torch.rand(pair.shape, generator=generator)
+        pair[missing < 0.3] = float("-inf")
+        pair[missing < 0.1] = float("nan")
+    return pair
+
+
+@pytest.mark.parametrize("kind", ["spread", pytest.param("ties", marks=LONG), "holes"])
+@pytest.mark.parametrize("context", [pytest.param("branch", marks=LONG), "mix"])
+@pytest.mark.parametrize(
+    ("mode", "budget", "top_k", "spine", "depth"),
+    [("tree", 15, 4, 0, 7), ("tree", 33, 3, 4, 9), ("linear", 5, 3, 0, 6), ("shadow-linear", 9, 3, 2, 5)],
+)
+def test_rounds_by_pair_scores(mode, budget, top_k, spine, depth, context, kind, device: torch.device) -> None:
+    """The second sequence looks at fewer candidates, the third has no text."""
+    rng = Random(budget + depth)
+    lanes = [
+        Speculation(mode, budget, k, spine, c) for k, c in ((top_k, context), (top_k - 1, context), (top_k, "off"))
+    ]
+    prompts = [[rng.randrange(4) for _ in range(n)] for n in (1, 30, 3)]
+    rounds = Rounds(lanes, prompts, depth, top_k, device, paired=True)
+    foreign = 0
+    for _ in range(6 if mode == "linear" else 3):
+        pair = draw_pair(3, depth, top_k, rng, kind)
+        layouts = rounds.round(*draw(3, depth, top_k, rng, ties=kind == "ties"), rng, pair)
+        foreign += sum(len(layout.nodes.foreign) for layout in layouts)
+    assert foreign > 0
 
 
 def test_learning_goes_with_the_sequence_to_the_host_and_back(device: torch.device) -> None:

@@ -252,13 +252,3 @@ def test_scores_that_say_what_the_marginals_say_change_nothing(device: torch.dev
     build(log_q.to(device), candidates, plan_of([row], row.rows, device), plain, row.rows)
     assert torch.equal(plain.parents, same.parents[:, : row.rows])
     assert torch.equal(plain.tokens[:, 1:], same.tokens[:, 1 : row.rows])
-
-
-def test_rows_that_a_text_has_laid_are_left(device: torch.device) -> None:
-    log_q, scores = draw(1, 3, 4, 2, "spread")
-    state = RoundState.allocate(1, 8, 3, device)
-    state.parents.fill_(-77)
-    plan = plan_of([PlanRow(tree=True, budget=7, ranks=4, depth=3, context=2)], 8, device)
-    lines = lines_of(log_q.to(device), scores.to(device))
-    build(log_q.to(device), torch.zeros(1, 3, 4, dtype=torch.int64, device=device), plan, state, 8, lines)
-    assert (state.parents == -77).all()

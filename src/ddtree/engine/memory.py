@@ -15,7 +15,7 @@ from ddtree.engine.shapes import bucket, buckets
 from ddtree.kernels import AttentionWorkspace
 from ddtree.kernels.backend import usable
 from ddtree.kernels.build import MOST_RANKS
-from ddtree.kernels.context import TextStore
+from ddtree.kernels.context import GUESSES, TextStore
 from ddtree.plan import Load, Memory, MemoryPlan, Part, machine_memory
 from ddtree.target import LlamaTarget, Target
 
@@ -150,7 +150,8 @@ class Planner:
         """
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
-        pairs = batch * self._depths * MOST_RANKS**2 * (2 * _FLOAT + 1) if self._pairwise else 0
+        of_pairs = MOST_RANKS**2 * (2 * _FLOAT + 1) + GUESSES * (MOST_RANKS + 1) ** 2  # and guesses behind each of them
+        pairs = batch * self._depths * of_pairs if self._pairwise else 0
         return pairs + self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:

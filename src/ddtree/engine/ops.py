@@ -252,7 +252,7 @@ class DeviceOps:
         """See Ops.build. Without a proposal the state holds roots alone from the beginning."""
         if proposal is not None and self.texts is not None and self.said is not None:
             slots = batch.target_cache.slot
-            build_with(self.texts, slots, proposal.log_q, proposal.tokens, self.plan, batch.state, self.said)
+            build_with(self.texts, slots, proposal, self.plan, batch.state, self.said)
         elif proposal is not None:
             lines = proposal.lines if isinstance(proposal, PairedProposal) else None
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width, lines)

@@ -244,8 +244,7 @@ class DeviceRunner:
 
     def _allocate(self, shape: Shape) -> Captured:
         texts = self._texts.store if shape.context else None
-        factors = None if texts else self._factors  # rows that are laid with a text take no pair scores
-        return allocate(shape, self._target, self._drafter, self._store, texts, factors)
+        return allocate(shape, self._target, self._drafter, self._store, texts, self._factors)
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
         batch, ops = captured.batch, captured.alone

@@ -74,7 +74,7 @@ def build(
         state: columns up to `width` of tokens, parents, depths, ancestors, member and tree are written, and `width`.
             member: the chain where a sequence verifies both, else every row, padding too. tree: the tree's rows.
         width: N, static: 1 to 256.
-        lines: pair scores, in the stead of log_q. Rows of sequences whose plan asks for a context are then left alone.
+        lines: pair scores, in the stead of log_q.
     Order: score, depth, path of places (without lines: of ranks); a score is one float32 addition to its parent's.
     Raises ValueError for shapes out of range (D up to 63, K up to 32).
     No heap: every laid row holds one candidate in its lane, and two maxima over the lanes (of one warp) find the best.

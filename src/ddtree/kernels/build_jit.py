@@ -85,9 +85,6 @@ def build(
     places += batch * _at(drafted, 0, ranks, paired)
     candidates += batch * drafted * ranks
     settings += batch * 7
-    if paired:  # noqa: SIM102 - known when it is compiled
-        if tl.load(settings + 6) != 0:  # laid with its text, by context_build_jit
-            return
     with_tree = tl.load(settings).to(tl.int32)
     with_chain = tl.load(settings + 1).to(tl.int32)
     budget = tl.load(settings + 2).to(tl.int32) * (with_tree != 0)

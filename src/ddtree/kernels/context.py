@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ddtree.kernels.backend import jit, overlap, power_of_two
 from ddtree.kernels.build import Plan, check_sizes
-from ddtree.tree import RoundState
+from ddtree.kernels.pair import PairedProposal
+from ddtree.tree import Proposal, RoundState
 from ddtree.tree.matches import FACTORS, LEVELS, ORDERS, Confidence, places_for
 from ddtree.tree.state import WORD
 
+GUESSES = 16 * 4 + 8  # bytes of what a guess would be worth behind one row, at every level: see build_with
 CHUNK = 256  # positions of a program that enters a prompt
 KINDS = {"off": 0, "branch": 1, "mix": 2}  # as PlanRow.context has them
 
@@ -120,38 +122,44 @@ class Said:
 
 
 def build_with(
-    texts: TextStore, slots: Tensor, log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, said: Said
+    texts: TextStore, slots: Tensor, proposal: Proposal, plan: Plan, state: RoundState, said: Said
 ) -> None:
     """`build`, of `said.tokens.shape[1]` rows, with what each sequence's text says, where its plan asks for that.
 
     Args:
         slots: [B] int64, where in `texts` the sequences' texts are.
+        proposal: tokens and log_q as in `build`; where it is a PairedProposal its lines too.
         said: written: what was said behind every row.
         the others: see ddtree.kernels.build.build.
     Two launches: what any guess would be worth, then the rows. Equals best_first, likeliest and union with Guesses over
-    TextIndex.branch or Matches. Scores are float32 of sums and
-    logarithms in float64; those of two libraries can round to different floats in about one of 10^8.
+    TextIndex.branch or Matches. Scores are float32 of sums and logarithms in float64; those of two libraries can round
+    to different floats in about one of 10^8.
     Raises ValueError for shapes out of range.
     """
+    log_q, candidates, pair = proposal.log_q, proposal.tokens, proposal.pair
     batch, drafted, ranks = log_q.shape
     width, device = said.tokens.shape[1], log_q.device
+    lines = proposal.lines if isinstance(proposal, PairedProposal) else None
+    befores = 1 if lines is None else ranks + 1
     check_sizes(log_q, state, width)
     log_q = log_q.contiguous()
     # What any guess would be worth, worked out side by side: logarithms in float64 are what a row would wait for most.
-    hits = torch.empty(batch, drafted, ranks + 1, 16, dtype=torch.float32, device=device)
+    hits = torch.empty(batch, drafted, befores, ranks + 1, 16, dtype=torch.float32, device=device)
     rests = torch.empty(batch, 16, dtype=torch.float32, device=device)
-    shares = torch.empty(batch, drafted, ranks + 1, dtype=torch.float64, device=device)
-    jit("context_rows").weigh[(batch, drafted)](
-        log_q, plan.settings, slots, texts.confidence, hits, rests, shares, drafted, ranks,
-        rank_block=power_of_two(ranks + 1), num_warps=4, **overlap(device),
+    shares = torch.empty(batch, drafted, befores, ranks + 1, dtype=torch.float64, device=device)
+    jit("context_rows").weigh[(batch, drafted * befores)](
+        log_q, log_q if lines is None else pair, plan.settings, slots, texts.confidence, hits, rests, shares,
+        drafted, ranks, rank_block=power_of_two(ranks + 1), paired=lines is not None, num_warps=4, **overlap(device),
     )  # fmt: skip
     jit("context_build").build[(batch,)](
-        log_q, candidates.contiguous(), plan.settings, slots,
+        log_q, log_q if lines is None else lines.edges, candidates if lines is None else lines.places,
+        candidates.contiguous(), plan.settings, slots,
         texts.text, texts.lengths, texts.tables, texts.matches, texts.factors, texts.levels, hits, rests, shares,
         state.tokens, state.parents, state.depths, state.ancestors,
         state.member.view(torch.uint8), state.tree.view(torch.uint8), said.tokens, said.levels, said.shares,
         state.tokens.stride(0), state.ancestors.shape[2], width, drafted, ranks, texts.text.shape[1], texts.shift,
         block=max(power_of_two(width), 32), words=-(-width // WORD), rank_block=max(power_of_two(ranks), 32),
+        paired=lines is not None,
         num_warps=max(power_of_two(width) // 128, 1), **overlap(device),
     )  # fmt: skip
     state.width = width

@@ -10,11 +10,14 @@ from ddtree.kernels.context_jit import ORDERS, int_at, look_up
 from ddtree.kernels.context_rows_jit import (
     LEVELS,
     MINUS,
+    befores_of,
+    edge_of,
     float_at,
     frontier,
     guess_of,
     insert,
     living,
+    rank_of,
 )
 
 MIX = tl.constexpr(2)
@@ -23,6 +26,8 @@ MIX = tl.constexpr(2)
 @triton.jit(do_not_specialize=["pitch", "row_words", "width", "drafted", "ranks", "capacity", "shift"])
 def build(
     log_q,
+    edges,
+    places,
     candidates,
     settings,
     slots,
@@ -54,9 +59,10 @@ def build(
     block: tl.constexpr,
     words: tl.constexpr,
     rank_block: tl.constexpr,
+    paired: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """As build_jit.build, each row with a guess beside its other children.
+    """As build_jit.build, each row with a guess beside its other children. Children are told by their places.
 
     A row's scores are made when it is laid, as scalars: what is read for them is on its way while others are compared.
     """
@@ -64,9 +70,13 @@ def build(
     batch = tl.program_id(0).to(tl.int64)
     log_q += batch * drafted * ranks
     candidates += batch * drafted * ranks
-    hits += batch * drafted * (ranks + 1) * LEVELS
+    if paired:
+        edges += batch * drafted * ranks * ranks
+        places += batch * drafted * ranks * ranks
+    befores = befores_of(ranks, paired)
+    hits += batch * drafted * befores * (ranks + 1) * LEVELS
     rests += batch * LEVELS
-    shares += batch * drafted * (ranks + 1)
+    shares += batch * drafted * befores * (ranks + 1)
     settings += batch * 7
     with_tree = tl.load(settings).to(tl.int32)
     with_chain = tl.load(settings + 1).to(tl.int32)
@@ -88,7 +98,8 @@ def build(
     score = tl.zeros([block], tl.float32)
     parent = tl.full([block], -1, tl.int32)
     depth = tl.zeros([block], tl.int32)
-    rank = tl.zeros([block], tl.int32)
+    rank = tl.zeros([block], tl.int32)  # its place among its siblings
+    before = tl.zeros([block], tl.int32)  # with pair scores: the line that its children have, see edge_of
     # A row's token and the four before it, for what is looked up behind its children.
     ends = text + length - 1
     token = tl.where(root, tl.load(ends, mask=length > 0, other=0), 0)
@@ -108,12 +119,15 @@ def build(
         matched = tl.load(matches + slot * 2 + 1)
     said = tl.load(text + position, mask=position > 0, other=-1)
     line = tl.load(candidates + k, mask=(k < usable) & (reach > 0), other=-1)
-    r, level, hit, rest = guess_of(0, position, matched, said, line, k, hits, rests, levels, ranks, usable)
+    # Of the first depth the order is that of the ranks.
+    r, hit, rest, at = guess_of(
+        0, 0, position, matched, said, line, k, k, hits, rests, levels, ranks, usable, paired
+    )  # fmt: skip
     skips = tl.where(r == 0, 1, 0)  # the guess is not offered twice
     edge = tl.load(log_q + skips, mask=(skips < usable) & (reach > 0), other=MINUS)
     g_token = tl.where(root, said, -1)
     g_rank = tl.where(root, r, -1)
-    g_level = tl.where(root, level, -1)
+    g_at = tl.where(root, at, -1)
     g_hit = tl.where(root, hit, MINUS)
     g_rest = tl.where(root, rest, 0.0)
     g_position = tl.where(root, position, 0)
@@ -145,7 +159,11 @@ def build(
         elif deep <= length_of_chain:
             # The likelier of the guess and the drafter's best.
             own = int_at(g_rank, node, row)
-            first = tl.load(log_q + (deep - 1) * ranks) + float_at(g_rest, node, row)
+            line_of_row = tl.full([], 0, tl.int32)
+            if paired:
+                line_of_row = int_at(before, node, row)
+            first = edge_of(log_q, edges, deep - 1, line_of_row, 0, ranks, deep <= reach, paired)
+            first += float_at(g_rest, node, row)
             likelier = (own == 0) | ((own > 0) & ((first >= float_at(g_hit, node, row)) == 0))
             wanted = tl.where(likelier, own, 0)
             laid = (parent == row) & (rank == wanted) & (node > 0) & (node < count)
@@ -162,16 +180,25 @@ def build(
             above_rank = int_at(g_rank, node, above)
             above_token = int_at(g_token, node, above)
             guessed = above_rank == taken
-            token_ = tl.load(candidates + d * ranks + taken, mask=guessed == 0, other=0).to(tl.int32)
+            above_before = tl.full([], 0, tl.int32)
+            if paired:
+                above_before = int_at(before, node, above)
+            own = rank_of(places, d, above_before, taken, ranks, taken < usable, paired)
+            token_ = tl.load(candidates + d * ranks + own, mask=guessed == 0, other=0).to(tl.int32)
             token_ = tl.where(guessed, above_token, token_)
             # Read ahead: what the next child of the row above scores, and the new row's own candidates.
             after = tl.where(taken + 1 == above_rank, taken + 2, taken + 1)
-            edge = tl.load(log_q + d * ranks + after, mask=after < usable, other=MINUS)
+            edge = edge_of(log_q, edges, d, above_before, after, ranks, after < usable, paired)
+            new_before = tl.full([], 0, tl.int32)
+            if paired:
+                new_before = tl.where(taken < usable, own, ranks)
             d += 1
             deeper = d < reach
             line = tl.load(candidates + d * ranks + k, mask=(k < usable) & deeper, other=-1)
-            first = tl.load(log_q + d * ranks, mask=deeper & (usable > 0), other=MINUS)
-            second = tl.load(log_q + d * ranks + 1, mask=deeper & (usable > 1), other=MINUS)
+            first = edge_of(log_q, edges, d, new_before, 0, ranks, deeper & (usable > 0), paired)
+            second = edge_of(log_q, edges, d, new_before, 1, ranks, deeper & (usable > 1), paired)
+            order = rank_of(places, d, new_before, k, ranks, (k < usable) & deeper, paired)
+            order = tl.where(k < usable, order, -1)
             t1, t2 = int_at(token, node, above), int_at(tail1, node, above)
             t3, t4 = int_at(tail2, node, above), int_at(tail3, node, above)
             t5 = int_at(tail4, node, above)
@@ -203,8 +230,11 @@ def build(
                     position, matched, said = look_up(
                         tables, text, f0, f1, f2, f3, f4, f5, token_, t1, t2, t3, t4, t5, length + d, shift
                     )
-            r, level, hit, rest = guess_of(d, position, matched, said, line, k, hits, rests, levels, ranks, usable)
+            r, hit, rest, at = guess_of(
+                d, new_before, position, matched, said, line, order, k, hits, rests, levels, ranks, usable, paired
+            )  # fmt: skip
             new = node == count
+            before = tl.where(new, new_before, before)
             reached = value_of(best)
             edge = tl.where(r == 0, second, first)
             score = tl.where(new, reached, score)
@@ -214,17 +244,16 @@ def build(
             tail1, tail2 = tl.where(new, t1, tail1), tl.where(new, t2, tail2)
             tail3, tail4 = tl.where(new, t3, tail3), tl.where(new, t4, tail4)
             g_token, g_rank = tl.where(new, said, g_token), tl.where(new, r, g_rank)
-            g_level = tl.where(new, level, g_level)
+            g_at = tl.where(new, at, g_at)
             g_hit, g_rest = tl.where(new, hit, g_hit), tl.where(new, rest, g_rest)
             g_position, g_length = tl.where(new, position, g_position), tl.where(new, matched, g_length)
             count += 1
 
     real = node < width
     kept = (node > 0) & (node < count)
-    share_at = depth * (ranks + 1) + tl.where(g_rank < usable, g_rank, ranks)
-    share = tl.load(shares + share_at, mask=(g_rank >= 0) & (node < count), other=0.0)
+    share = tl.load(shares + g_at // LEVELS, mask=(g_at >= 0) & (node < count), other=0.0)
     tl.store(said_tokens + batch * width + node, g_token, mask=real)
-    tl.store(said_levels + batch * width + node, g_level, mask=real)
+    tl.store(said_levels + batch * width + node, tl.where(g_at >= 0, g_at % LEVELS, -1), mask=real)
     tl.store(said_shares + batch * width + node, share, mask=real)
     at = batch * pitch + node
     tl.store(tokens + at, tl.where(kept, token, 0).to(tl.int64), mask=real & (node > 0))

@@ -33,18 +33,56 @@ def living(score):
     return tl.where(score > MINUS, order_of(score), DEAD)
 
 
+@triton.jit
+def befores_of(ranks, paired: tl.constexpr):
+    """How many lines of scores a depth has: with pair scores one behind each candidate, and one behind none."""
+    if paired:  # noqa: SIM108 - known when it is compiled
+        befores = ranks + 1
+    else:
+        befores = 1
+    return befores
+
+
+@triton.jit
+def edge_of(log_q, edges, depth, before, place, ranks, mask, paired: tl.constexpr):
+    """The score of the candidate at a place among those of a depth, behind the candidate `before`; its number is
+    `ranks` where it is none: there, and without pair scores, log_q holds.
+    """
+    if paired:
+        own = before < ranks
+        behind = tl.load(edges + (depth * ranks + before) * ranks + place, mask=mask & own, other=MINUS)
+        plain = tl.load(log_q + depth * ranks + place, mask=mask & (own == 0), other=MINUS)
+        edge = tl.where(own, behind, plain)
+    else:
+        edge = tl.load(log_q + depth * ranks + place, mask=mask, other=MINUS)
+    return edge
+
+
+@triton.jit
+def rank_of(places, depth, before, place, ranks, mask, paired: tl.constexpr):
+    """Which candidate that is; see edge_of."""
+    rank = place
+    if paired:
+        own = before < ranks
+        found = tl.load(places + (depth * ranks + before) * ranks + place, mask=mask & own, other=0).to(tl.int32)
+        rank = tl.where(own, found, place)
+    return rank
+
+
 @triton.jit(do_not_specialize=["drafted", "ranks"])
 def weigh(
-    log_q, settings, slots, confidence, hits, rests, shares, drafted, ranks, rank_block: tl.constexpr,
-    overlap: tl.constexpr,
+    log_q, scores, settings, slots, confidence, hits, rests, shares, drafted, ranks, rank_block: tl.constexpr,
+    paired: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Guesses.behind for every candidate of one depth, and for none of them, at every level: what `build` looks up.
+    """Guesses.behind for every candidate of one line of scores, and for none of them, at every level: what `build` looks
+    up. Lines: see befores_of; of the first depth there is one.
 
     Written: hits, the log p of a guess; rests, log (1 - c); shares, the drafter's own.
     """
     follow(overlap)
-    batch, depth = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    if tl.load(settings + batch * 7 + 6) == 0:
+    befores = befores_of(ranks, paired)
+    batch, depth, before = tl.program_id(0).to(tl.int64), tl.program_id(1) // befores, tl.program_id(1) % befores
+    if (tl.load(settings + batch * 7 + 6) == 0) | ((depth == 0) & (before > 0)):
         return
     level = tl.arange(0, LEVELS)
     # Every level that is used lies between these; the others have no logarithm.
@@ -52,10 +90,14 @@ def weigh(
     k = tl.arange(0, rank_block)
     line = batch * drafted + depth
     edge = tl.load(log_q + line * ranks + k, mask=k < ranks, other=MINUS)
+    if paired:  # noqa: SIM102 - known when it is compiled
+        if (depth > 0) & (before < ranks):
+            own = (batch * (drafted - 1) + depth - 1) * ranks + before
+            edge = tl.load(scores + own * ranks + k, mask=k < ranks, other=MINUS)
     share = tl.where(edge > MINUS, _exp(edge.to(tl.float64)), 0.0)
     # Rounding must not lift a score above 0.
     hit = tl.minimum(log_of(c[None, :] + (1.0 - c)[None, :] * share[:, None]).to(tl.float32), 0.0)
-    at = line * (ranks + 1) + k
+    at = (line * befores + before) * (ranks + 1) + k
     tl.store(hits + at[:, None] * LEVELS + level[None, :], hit, mask=(k <= ranks)[:, None])
     tl.store(shares + at, share, mask=k <= ranks)
     if depth == 0:
@@ -111,18 +153,27 @@ def _best(order_plain, order_guess, tie_plain, tie_guess):
 
 
 @triton.jit
-def guess_of(d, position, matched, said, line, k, hits, rests, levels, ranks, usable):
-    """What a match says behind a row of depth d, whose own candidates are `line`: rank, level, log p, log (1 - c); rank
-    and level are -1 without a match.
+def guess_of(
+    d, before, position, matched, said, line, order, k, hits, rests, levels, ranks, usable, paired: tl.constexpr
+):  # fmt: skip
+    """What a match says behind a row of depth d, which is the candidate `before`: its place, log p, log (1 - c), and
+    where its log p is among the hits, which tells its level too; place and that are -1 without a match.
+
+    line: the tokens that may follow, by rank; order: their ranks, best first.
     """
-    rank = tl.full([], -1, tl.int32)
-    level = tl.full([], -1, tl.int32)
+    place = tl.full([], -1, tl.int32)
+    at = tl.full([], -1, tl.int32)
     hit = tl.full([], MINUS, tl.float32)
     rest = tl.full([], 0.0, tl.float32)
     if position > 0:
         level = tl.load(levels + tl.minimum(matched, LONGEST))
         rank = tl.min(tl.where(line == said, k, usable), 0)
+        place = rank
+        if paired:
+            found = tl.min(tl.where(order == rank, k, usable), 0)
+            place = tl.where((before < ranks) & (rank < usable), found, rank)
         none = tl.where(rank < usable, rank, ranks)
-        hit = tl.load(hits + (d * (ranks + 1) + none) * LEVELS + level)
+        at = ((d * befores_of(ranks, paired) + before) * (ranks + 1) + none) * LEVELS + level
+        hit = tl.load(hits + at)
         rest = tl.load(rests + level)
-    return rank, level, hit, rest
+    return place, hit, rest, at
