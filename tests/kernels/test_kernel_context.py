@@ -142,7 +142,7 @@ class Rounds:
         mode = MODES[s.mode]
         return PlanRow(
             tree=mode.tree, chain=mode.chain, budget=s.tree_budget if mode.tree else 0,
-            spine=s.tree_spine if mode.tree else 0, 
+            spine=s.tree_spine if mode.tree else 0,
             ranks=min(s.tree_top_k, self.ranks) if mode.tree or self.paired else 1,
             depth=self.depth, context={"off": 0, "branch": 1, "mix": 2}[s.tree_context],
         )  # fmt: skip

@@ -150,8 +150,8 @@ def test_rounds_on_the_device_equal_rounds_of_the_host(folders, device, lanes, i
 @pytest.mark.parametrize("graphs", GRAPHS)
 @pytest.mark.parametrize(
     ("lanes", "ids"),
-    [(LANES, None), ([*LANES[:2], HOST_LANE], None), (LANES[:3], range(1, 61, 2))],
-    ids=["device alone", "with the host's part", "drafts of a part of the vocabulary"],
+    [(LANES, None), ([*LANES[:2], HOST_LANE], None), (LANES[:3], range(1, 61, 2)), (CONTEXTS, None)],
+    ids=["device alone", "with the host's part", "drafts of a part of the vocabulary", "with texts"],
 )
 def test_rounds_by_pair_scores_equal_rounds_of_the_host(folders, device, lanes, ids, graphs, monkeypatch) -> None:
     """Sequences that ask for other numbers of candidates are in one batch; the head has a say on both sides."""

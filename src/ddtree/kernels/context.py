@@ -121,9 +121,7 @@ class Said:
         )
 
 
-def build_with(
-    texts: TextStore, slots: Tensor, proposal: Proposal, plan: Plan, state: RoundState, said: Said
-) -> None:
+def build_with(texts: TextStore, slots: Tensor, proposal: Proposal, plan: Plan, state: RoundState, said: Said) -> None:
     """`build`, of `said.tokens.shape[1]` rows, with what each sequence's text says, where its plan asks for that.
 
     Args:

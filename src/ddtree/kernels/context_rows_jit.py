@@ -74,8 +74,9 @@ def weigh(
     log_q, scores, settings, slots, confidence, hits, rests, shares, drafted, ranks, rank_block: tl.constexpr,
     paired: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Guesses.behind for every candidate of one line of scores, and for none of them, at every level: what `build` looks
-    up. Lines: see befores_of; of the first depth there is one.
+    """Guesses.behind for every candidate of one line of scores, and for none of them, at every level: for `build`.
+
+    Lines: see befores_of; of the first depth there is one.
 
     Written: hits, the log p of a guess; rests, log (1 - c); shares, the drafter's own.
     """
