@@ -5,8 +5,8 @@
 Checked are texts of each of --lengths, random ones, ones that repeat themselves, and words of this project's own pages,
 one and eight at once, over --rounds rounds each: tables, matches, rows and what was learned. Every check is tried,
 whatever failed before. Timed are graphs of 24 calls, by CUDA events, in microseconds a call: `build`, as a round
-without a context has it; `build_with` alone (`mix build`); `build_with` and `note`, as a round with a context has them;
-and how much longer than `build` that is (`more`). Without CUDA the checks run in Triton's interpreter
+without a context has it; `build_with` alone (`mix build`; with pair scores `mix build by pairs`); `build_with` and
+`note`, as a round with a context has them; and how much longer than `build` that is (`more`). Without CUDA the checks run in Triton's interpreter
 (TRITON_INTERPRET=1; choose small --lengths). The last line has it all.
 """
 
@@ -28,10 +28,11 @@ from common import finish, machine, parser
 from ddtree.config import Speculation
 from ddtree.engine.context import SequenceContext
 from ddtree.engine.modes import MODES, Layout, lay_out
-from ddtree.kernels import Plan, PlanRow, build
+from ddtree.kernels import PairedProposal, Plan, PlanRow, build, lines_of
 from ddtree.kernels.context import KINDS, Said, TextStore, build_with
 from ddtree.tree import Nodes, Proposal, RoundState
 from ddtree.tree.matches import Confidence
+from kernels_round_checks import draw_pair
 
 CALLS = 24  # in one graph
 DEPTH, RANKS, VOCAB = 15, 16, 49_152
@@ -95,7 +96,10 @@ class Scene:
         return log_q.to(self.device), candidates.to(self.device)
 
     def lay(self, log_q: torch.Tensor, candidates: torch.Tensor) -> None:
-        build_with(self.store, self.slots, Proposal(candidates, log_q), self.plan, self.state, self.said)
+        self.lay_proposal(Proposal(candidates, log_q))
+
+    def lay_proposal(self, proposal: Proposal) -> None:
+        build_with(self.store, self.slots, proposal, self.plan, self.state, self.said)
 
     def note(self) -> None:
         self.store.note(self.plan, self.slots, self.state, self.said)
@@ -224,6 +228,10 @@ def timings(lengths: Sequence[int], turns: int) -> dict[str, dict[str, float]]:
                     scene.lay(log_q, candidates)
                     scene.note()
 
+                scores = draw_pair(batch, DEPTH, RANKS, "normal").cuda()
+                known = PairedProposal(candidates, log_q, scores, lines=lines_of(log_q, scores))
+                by_pairs = microseconds(lambda s=scene, p=known: s.lay_proposal(p), turns)
+                line[f"{context} build by pairs"] = by_pairs
                 line[f"{context} build"] = microseconds(lambda s=scene, q=log_q, c=candidates: s.lay(q, c), turns)
                 line[context] = microseconds(both, turns)
                 line[f"{context} more"] = round(line[context] - line["build"], 2)
