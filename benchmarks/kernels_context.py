@@ -6,8 +6,8 @@ Checked are texts of each of --lengths, random ones, ones that repeat themselves
 one and eight at once, over --rounds rounds each: tables, matches, rows and what was learned. Every check is tried,
 whatever failed before. Timed are graphs of 24 calls, by CUDA events, in microseconds a call: `build`, as a round
 without a context has it; `build_with` alone (`mix build`; with pair scores `mix build by pairs`); `build_with` and
-`note`, as a round with a context has them; and how much longer than `build` that is (`more`). Without CUDA the checks run in Triton's interpreter
-(TRITON_INTERPRET=1; choose small --lengths). The last line has it all.
+`note`, as a round with a context has them; and how much longer than `build` that is (`more`). Without CUDA the checks
+run in Triton's interpreter (TRITON_INTERPRET=1; choose small --lengths). The last line has it all.
 """
 
 import re
