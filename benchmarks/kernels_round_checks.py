@@ -118,7 +118,8 @@ def check_pair(batch: int, depth: int, ranks: int, hidden: int, dtype: torch.dty
     found = pair(factors, states, Proposal(tokens, log_q), plan)
     assert found.pair is not None
     log_q[1::2, :, max(ranks - 1, 1) :] = -torch.inf
-    torch.testing.assert_close(found.pair, head.pair(states, tokens, log_q), rtol=1e-5, atol=2e-5)
+    atol = 2e-5 if hidden < 1000 else 2e-4  # of the gate's long sums
+    torch.testing.assert_close(found.pair, head.pair(states, tokens, log_q), rtol=1e-5, atol=atol)
     wanted = lines_of(log_q, found.pair)
     for name in ("edges", "places"):
         same(getattr(found.lines, name)[:, 1:], getattr(wanted, name)[:, 1:], name)

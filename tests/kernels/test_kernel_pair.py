@@ -106,7 +106,8 @@ def test_odd_marginals(moves: float, device: torch.device) -> None:
         plan_of([PlanRow(ranks=5, depth=7)], 1, device),
     )
     assert found.pair is not None
-    torch.testing.assert_close(found.pair.cpu(), ours.pair(hidden, proposal.tokens, log_q), rtol=1e-5, atol=2e-5)
+    atol = 2e-5 * (1 + moves)  # sums of numbers that large are rounded otherwise
+    torch.testing.assert_close(found.pair.cpu(), ours.pair(hidden, proposal.tokens, log_q), rtol=1e-5, atol=atol)
     assert (found.pair <= 0).all()
     assert (found.pair[0, 3] == MINUS).all()
     check_lines(found.lines, log_q.to(device), found.pair)
