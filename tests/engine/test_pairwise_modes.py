@@ -13,7 +13,7 @@ from ddtree.engine import Engine, loading, ops
 from ddtree.engine.loading import load_pair
 from ddtree.engine.memory import tensor_bytes
 from ddtree.engine.modes import lay_out
-from ddtree.errors import DamagedFile, DrafterMismatch
+from ddtree.errors import DamagedFile, DrafterMismatch, InvalidOption
 from ddtree.kernels import backend
 from ddtree.tree import Pair, best_first, chain
 from dflash_reference import BASE, change, random_tensors, save_checkpoint
@@ -165,9 +165,20 @@ def test_the_drafter_is_known_again_in_half_precision(dtype: str) -> None:
     assert found.drafter.pairwise is not None
 
 
-def test_where_the_device_lays_rows_the_head_is_loaded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_the_device_lays_rows_the_head_must_be_asked_for(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     monkeypatch.setattr(backend, "KINDS", {"cpu"})
-    for setting in ("auto", "off"):
+    for setting in ("auto", "off", "on"):
+        caplog.clear()
         found = load_pair(EngineConfig(device="cpu", dtype="float32", draft_pairwise=setting))
         assert found.drafter is not None
-        assert (found.drafter.pairwise is not None) == (setting == "auto")
+        assert (found.drafter.pairwise is not None) == (setting == "on")
+        assert ("left out" in caplog.text) == (setting == "auto")
+
+
+def test_a_head_that_is_asked_for_must_be_there(drafter_folder: Path) -> None:
+    assert load("tree", "on").info()["draft_pairwise"] == "on"
+    (drafter_folder / PAIRWISE).unlink()
+    with pytest.raises(InvalidOption, match="draft_pairwise on needs a pairwise head"):
+        load("tree", "on")

@@ -86,9 +86,9 @@ DraftPairwise = Annotated[
     str,
     typer.Option(
         "--draft-pairwise",
-        metavar="auto|off",
-        help="auto: drafts go by the pairwise head of the drafter's folder, if it has one; off: never. No"
-        " answer depends on it.",
+        metavar="auto|on|off",
+        help="auto: drafts go by the pairwise head of the drafter's folder, if it has one and this is a CPU; on: on a"
+        " GPU too, and a folder without one is refused; off: never. No answer depends on it.",
     ),
 ]
 Numerics = Annotated[

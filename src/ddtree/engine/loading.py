@@ -1,12 +1,13 @@
 """Target and drafter as a configuration names them."""
 
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from ddtree import models
-from ddtree.config import EngineConfig
+from ddtree.config import PAIRWISE, EngineConfig
 from ddtree.drafter import DFlashDrafter, Drafter, PairwiseHead, choose_vocabulary
 from ddtree.engine.device import choose_device, choose_dtype
 from ddtree.errors import InvalidOption, UnsupportedModel
@@ -15,6 +16,8 @@ from ddtree.kernels.build import MOST_DEPTHS
 from ddtree.target import LlamaTarget, Target
 
 HALVES = (torch.float16, torch.bfloat16)
+
+log = logging.getLogger("ddtree.engine")
 
 
 @dataclass(frozen=True)
@@ -67,10 +70,22 @@ def _check_depths(drafter: Drafter, device: torch.device) -> None:
 def _pairwise(
     config: EngineConfig, folder: Path, target_sizes: tuple[int, int, int], device: torch.device
 ) -> PairwiseHead | None:
-    """The drafter's own head. Raises DamagedFile or DrafterMismatch."""
+    """The drafter's own head. Raises DamagedFile, DrafterMismatch, or InvalidOption where one is asked for in vain."""
     if config.draft_pairwise == "off":
         return None
     head = PairwiseHead.of_drafter(folder, target_sizes[0], target_sizes[1])
+    if head is None and config.draft_pairwise == "on":
+        raise InvalidOption(
+            f"draft_pairwise on needs a pairwise head, and {folder} has no {PAIRWISE}: make one with `ddtree train"
+            " pair`, or leave it at auto",
+            param="draft_pairwise",
+        )
+    if head is not None and config.draft_pairwise == "auto" and usable(device):
+        log.warning(
+            "the pairwise head in %s is left out: its rounds on a GPU are not proven yet; draft_pairwise on takes it",
+            folder,
+        )
+        return None
     return None if head is None else head.to(device)
 
 

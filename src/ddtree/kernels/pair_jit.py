@@ -63,6 +63,10 @@ def pair(
         score = tl.where(score > 0.0, 0.0, score)
         at = ((batch * (drafted - 1) + depth - 1) * ranks + own) * ranks
         tl.store(scores + at + k, score, mask=real)
+        # Read back: a compiler may work sums out anew for each layout of the comparisons below, in another order, and
+        # places of scores that differ by rounding are no permutation.
+        tl.debug_barrier()
+        score = tl.load(scores + at + k, mask=real, other=MINUS)
     score = tl.where(score > MINUS, score, MINUS)
     # A candidate's place is the number of those before it.
     mine = tl.where(real, order_of(score), 0)
