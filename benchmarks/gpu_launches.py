@@ -94,10 +94,10 @@ def variants(engine: Engine, budget: int, max_tokens: int) -> dict[str, Variant]
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
     heated = replace(free, temperature=0.8)
     top_p, top_k, min_p = replace(heated, top_p=0.9), replace(heated, top_k=50), replace(heated, min_p=0.05)
-    tree = Speculation("tree", tree_budget=budget, tree_top_k=min(budget, 16))
+    tree = Speculation("tree", budget, min(budget, 16), tree_context="off")
     return {
         "ar": Variant(engine.without_drafter(), Speculation("ar"), free),
-        "linear": Variant(engine, Speculation("linear"), free),
+        "linear": Variant(engine, replace(tree, mode="linear"), free),
         "shadow-linear": Variant(engine, replace(tree, mode="shadow-linear"), free),
         "tree": Variant(engine, tree, free),
         "tree, JSON schema": Variant(engine, tree, replace(free, ignore_eos=False, grammar=grammar)),

@@ -107,7 +107,11 @@ def load_drafter(folder: Path | None, model: LlamaForCausalLM, engine: Engine) -
 
 def our_speculations() -> dict[str, Speculation]:
     """The modes that are compared, by name."""
-    return {"ar": Speculation("ar"), "linear": Speculation("linear"), **{f"tree {n}": tree_of(n) for n in TREES}}
+    return {
+        "ar": Speculation("ar"),
+        "linear": Speculation("linear", tree_context="off"),
+        **{f"tree {n}": tree_of(n) for n in TREES},
+    }
 
 
 def alone_variants(

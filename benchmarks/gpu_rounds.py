@@ -27,15 +27,15 @@ def speculations(rows: Sequence[int]) -> dict[str, Speculation]:
     """What is timed beside plain decoding, by name: trees of so many rows, the root included, and the two chains."""
     found = {
         "ar, drafter fed": Speculation("ar"),
-        "linear": Speculation("linear"),
-        "shadow-linear 15": Speculation("shadow-linear", tree_budget=15, tree_top_k=16),
+        "linear": Speculation("linear", tree_context="off"),
+        "shadow-linear 15": Speculation("shadow-linear", 15, 16, tree_context="off"),
     }
     return {**found, **{f"tree {n}": tree_of(n) for n in rows}}
 
 
 def tree_of(rows: int) -> Speculation:
-    """A tree of so many rows, the root included, of the 16 best of every depth."""
-    return Speculation("tree", tree_budget=rows - 1, tree_top_k=min(rows - 1, 16))
+    """A tree of so many rows, the root included, of the 16 best of every depth, without a context."""
+    return Speculation("tree", rows - 1, min(rows - 1, 16), tree_context="off")
 
 
 def round_times(made: Made, context: int, batch: int, rows: Sequence[int], turns: int, blocks: int) -> dict[str, Any]:

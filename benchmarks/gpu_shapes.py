@@ -97,7 +97,7 @@ def make(name: str, batch: int, context: int, dtype: torch.dtype, device: torch.
     drafter_config = DrafterConfig.read(drafter_fields(name))
     drafter = DFlashDrafter(drafter_config, RandomWeights(dtype, device), target.embed, target.head)
     options = EngineConfig(
-        speculation=Speculation("tree", tree_budget=15, tree_top_k=16), max_model_len=context + ROOM,
+        speculation=Speculation("tree", 15, 16, tree_context="off"), max_model_len=context + ROOM,
         max_running_requests=batch, max_tree_budget=LARGEST_BUDGET, cuda_graphs=graphs, prefix_caching=False,
     )  # fmt: skip
     engine = Engine(target, drafter, NoText(), options)  # type: ignore[arg-type]

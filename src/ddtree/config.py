@@ -68,7 +68,7 @@ class Speculation:
     tree_budget: int = Unset(TREES["cpu"][0])
     tree_top_k: int = Unset(TREES["cpu"][1])  # candidate tokens per depth
     tree_spine: int = 0  # tokens of the top-1 chain that a tree must hold; 0: best-first alone
-    tree_context: str = "off"  # what tree and chain take from the text so far: see ddtree.engine.context
+    tree_context: str = "auto"  # what tree and chain take from the text so far: see ddtree.engine.context
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
