@@ -36,7 +36,9 @@ def recording(graph: "torch.cuda.CUDAGraph", pool: Any = None) -> Iterator[None]
     middle of a recording would invalidate it.
     """
     collects = gc.isenabled()
-    with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
+    before = torch.cuda.current_stream() if torch.cuda.is_available() else None
+    # Where a recording cannot be ended either, torch would leave its stream the current one.
+    with torch.cuda.stream(before), torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
         gc.disable()  # after torch's own collection, which comes first
         try:
             yield
@@ -195,12 +197,16 @@ def at_rest(batch: Batch) -> Iterator[None]:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """On a stream of its own, as a capture's forerunners have to be."""
+    """On a stream of its own, as a capture's forerunners have to be. What comes after it waits for all that was
+    launched there, also where it ends in an error: state, workspaces and counters are those of the next round.
+    """
     if not torch.cuda.is_available():
         yield
         return
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
+    try:
+        with torch.cuda.stream(stream):
+            yield
+    finally:
+        torch.cuda.current_stream().wait_stream(stream)

@@ -9,9 +9,12 @@ _PASSING = ("attention", "logits", "states", "prefill")  # parts of a plan that 
 
 
 def starved(error: BaseException | None) -> bool:
-    """Whether memory ran out: a capture that is cut short by that fails with an error of its own, behind it."""
+    """Whether memory ran out: a capture that is cut short by that fails with an error of its own, behind it.
+
+    What CUDA itself allocates (a graph's nodes, a kernel's code) is told by words alone, torch's and Triton's.
+    """
     while error is not None:
-        if isinstance(error, torch.OutOfMemoryError):
+        if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
             return True
         error = error.__cause__ or error.__context__
     return False

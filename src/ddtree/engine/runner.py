@@ -135,6 +135,7 @@ class DeviceRunner:
             if self._made_texts is not None:
                 self._made_texts.give_back(*_texts_of(requests))
             return self._host.make(requests, observer)
+        self._current = None  # else its memory would stay where it is given up for this one
         captured = self._current = self._made.get(shape)
         self._tell(captured, requests, observer)
         return captured.batch
@@ -203,14 +204,10 @@ class DeviceRunner:
 
     def _finds_memory(self, captured: Captured) -> bool:
         """Capture a shape, at the cost of others that nobody prepared. If even that is too much: say so, once."""
-        try:
-            try:
-                self._capture(captured)
-            except torch.OutOfMemoryError:
-                if not self._made.give_up(captured):
-                    raise
-                self._capture(captured)
-        except torch.OutOfMemoryError as error:
+        error = self._try_to_capture(captured)
+        if error is not None and self._made.give_up(captured):
+            error = self._try_to_capture(captured)
+        if error is not None:
             captured.starved = True
             log.warning(
                 "the memory does not suffice to capture rounds of %d x %d rows: they are launched one by one, which is"
@@ -218,6 +215,14 @@ class DeviceRunner:
                 captured.shape.batch, captured.shape.width, error,
             )  # fmt: skip
         return not captured.starved
+
+    def _try_to_capture(self, captured: Captured) -> str | None:
+        """What was said where there was no memory. Not the error, which keeps all that the attempt had allocated."""
+        try:
+            self._capture(captured)
+        except torch.OutOfMemoryError as error:
+            return str(error)
+        return None
 
     def _capture(self, captured: Captured) -> None:
         """The kind of round that the batch's ops are for. Raises torch.OutOfMemoryError."""

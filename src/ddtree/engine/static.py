@@ -55,15 +55,20 @@ class StaticBatches:
         if captured is None:
             if not stays:
                 self._make_room()
-            try:
-                captured = self._make(shape)
-            except torch.OutOfMemoryError:
-                if not self.give_up():
-                    raise
-                captured = self._make(shape)
+            captured = self._try(shape)
+        if captured is None:
+            self.give_up()
+            captured = self._make(shape)
         captured.stays |= stays
         self._made[shape] = captured
         return captured
+
+    def _try(self, shape: Shape) -> Captured | None:
+        """None where there is no memory. Only behind an error is what it holds free: its frames have tensors."""
+        try:
+            return self._make(shape)
+        except torch.OutOfMemoryError:
+            return None
 
     def all(self) -> list[Captured]:
         """Those that are kept, the latest used last."""
