@@ -91,6 +91,21 @@ def test_modes_of_one_batch_may_differ() -> None:
     assert [g.token_ids for g in found] == expected
 
 
+def test_no_request_makes_pair_scores_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their number grows with the square of the candidates', which a request may choose up to 1,024."""
+    engine, asked = load("tree"), []
+    pair = PairwiseHead.pair
+    monkeypatch.setattr(
+        PairwiseHead, "pair", lambda self, hidden, tokens, q: asked.append(q.shape[-1]) or pair(self, hidden, tokens, q)
+    )
+    for mode in MODES[1:]:
+        wide = Speculation(mode, tree_budget=engine.config.largest_budget, tree_top_k=1024)
+        request = engine.scheduler.add(PROMPTS[0], PARAMS[0], wide)
+        engine._finish(request, None)
+        assert set(asked) == {32}, mode
+        asked.clear()
+
+
 @pytest.mark.parametrize("mode", ["linear", "tree", "shadow-linear"])
 def test_rows_are_laid_by_the_scores_of_the_head(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every round's scores again, from the drafter's states; and other rows than the marginals would give."""

@@ -45,7 +45,8 @@ TreeTopK = Annotated[
     int | None,
     typer.Option(
         "--tree-top-k",
-        help=f"Candidate tokens for each depth of a tree; default: {CPU_TOP_K} on a CPU, {GPU_TOP_K} on a GPU.",
+        help=f"Candidate tokens for each depth of a tree; default: {CPU_TOP_K} on a CPU, {GPU_TOP_K} on a GPU. With a"
+        " pairwise head at most 32 count.",
     ),
 ]
 TreeSpine = Annotated[

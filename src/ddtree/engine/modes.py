@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from ddtree.config import Speculation
 from ddtree.tree import Guesses, Nodes, Pair, best_first, chain, likeliest, union
 
+MOST_PAIRED = 32  # candidates of a depth that have pair scores: each of them behind each, and all of these in order
+
 
 @dataclass(frozen=True)
 class Mode:
@@ -62,10 +64,11 @@ def depths_needed(mode: Mode, speculation: Speculation, depths: int) -> int:
 def ranks_needed(mode: Mode, speculation: Speculation, pairwise: bool = False) -> int:
     """How many candidates per depth: a tree of B nodes uses at most B.
 
-    With pair scores any of them may be the best behind the token before it, in a chain too.
+    With pair scores any of them may be the best behind the token before it, in a chain too; there are at most
+    MOST_PAIRED then, whatever was asked for: no request can make rounds slow that it shares with others.
     """
     if pairwise and mode.drafts:
-        return speculation.tree_top_k
+        return min(speculation.tree_top_k, MOST_PAIRED)
     return min(speculation.tree_top_k, speculation.tree_budget) if mode.tree else 1
 
 

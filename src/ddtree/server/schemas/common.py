@@ -80,7 +80,7 @@ class SpeculativeOptions(Strict):
         None, description="tree nodes, the root not counted"
     )
     tree_top_k: Annotated[int, Field(ge=1, le=MAX_TREE_TOP_K), WHOLE] | None = Field(
-        None, description="candidate tokens per depth"
+        None, description="candidate tokens per depth; with a pairwise head at most 32 count"
     )
     tree_spine: Annotated[int, Field(ge=0, le=MAX_TREE_BUDGET), WHOLE] | None = Field(
         None, description="top-1 tokens that a tree must hold"
