@@ -120,7 +120,7 @@ class TableDrafter:
 
     def __init__(self, target: TableTarget) -> None:
         self.target = target
-        self.config, self.vocabulary = drafter_config(DEPTHS + 1), None
+        self.config, self.vocabulary, self.pairwise = drafter_config(DEPTHS + 1), None, None
 
     def allocate(self, slots: int, length: int) -> KVCache:
         return token_cache(slots, length)
