@@ -30,7 +30,7 @@ from ddtree.bench.suite import CATEGORIES, Prompt, load_prompts
 from ddtree.config import EngineConfig, Speculation
 from ddtree.engine import Engine
 from ddtree.engine.context import SequenceContext
-from ddtree.tree import Guesses, Matches, TextIndex
+from ddtree.tree import Guesses, Matches, Pair, TextIndex
 from ddtree.tree.context import Match
 from ddtree.tree.matches import LONGEST, ORDERS, Confidence
 
@@ -81,10 +81,13 @@ class WithCorpus(SequenceContext):
         super().__init__("mix", prompt)
         self._corpus, self._least, self._trust = corpus, least, Confidence()
 
-    def guesses(self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]]) -> Guesses | None:
+    def guesses(
+        self, tokens: Sequence[Sequence[int]], log_q: Sequence[Sequence[float]], pair: Pair | None = None
+    ) -> Guesses | None:
         if self._index is None:
             self._index = TextIndex(self._tokens)
-        self._said = Guesses(Both(self._index, self._corpus, self._tokens, self._trust, self._least), tokens, log_q)
+        both = Both(self._index, self._corpus, self._tokens, self._trust, self._least)
+        self._said = Guesses(both, tokens, log_q, pair)
         return self._said
 
     def _learn(self, index: TextIndex, said: Guesses, tokens: tuple[int, ...]) -> None:  # type: ignore[override]
@@ -92,7 +95,7 @@ class WithCorpus(SequenceContext):
             match = said.context.behind(tokens[:depth])
             if match is not None:
                 row = said.tokens[depth]
-                share = said.share(depth, row.index(match.token)) if match.token in row else 0.0
+                share = said.share(tokens[:depth], row.index(match.token)) if match.token in row else 0.0
                 theirs = tokens[:depth] in said.context.from_corpus  # type: ignore[attr-defined]
                 (self._trust if theirs else index.confidence).learn(match.length, match.token == token, share)
 

@@ -19,7 +19,6 @@ import argparse
 import json
 import os
 import re
-import signal
 import sys
 import time
 import traceback
@@ -36,7 +35,7 @@ import sglang_checks as checks
 import sglang_judge as judge
 from common import machine
 from ddtree.bench.suite import load_prompts
-from sglang_servers import MODES, Ended, Server, Settings, each, parts
+from sglang_servers import MODES, Ended, Server, Settings, each, end_in_order, parts
 from sglang_start import bring_up
 
 ONLY = "plain,dflash,linear,shadow31,tree31"
@@ -274,7 +273,7 @@ def stop(servers: Sequence[Server]) -> None:
 
 def main() -> None:
     """See the top of the file."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))  # servers would outlive it
+    end_in_order()
     run = Run(_options())
     names = run.options.only.split(",")
     for name in run.options.checks.split(","):

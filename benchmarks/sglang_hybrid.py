@@ -28,7 +28,7 @@ from transformers import PreTrainedTokenizerFast, Qwen3NextConfig, Qwen3NextForC
 import sglang_judge as judge
 import sglang_peers as peers
 from common import machine
-from sglang_servers import Ended, Server, Settings, each
+from sglang_servers import Ended, Server, Settings, each, end_in_order
 from sglang_start import bring_up
 
 SIZE, HIDDEN, LAYERS, BLOCK = 512, 256, 4, 8
@@ -131,6 +131,7 @@ def ask(server: Server, asked: Sequence[list[int]], tokens: int) -> dict[str, An
 
 def main() -> None:
     """See the top of the file."""
+    end_in_order()
     known = list(dict.fromkeys(name for names in SERVERS.values() for name in names))
     made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     made.add_argument("--out", type=Path, required=True)

@@ -21,7 +21,7 @@ from transformers import AutoTokenizer
 from common import machine
 from ddtree.bench.suite import load_prompts
 from sglang_judge import acceptance
-from sglang_servers import Ended, Server, Settings, each, start
+from sglang_servers import Ended, Server, Settings, each, end_in_order, start
 from sglang_start import wait
 
 ONLY = "plain,dflash,linear,shadow31,tree31"
@@ -31,6 +31,7 @@ USUAL = 0.1  # logits: what is less is a near-tie
 
 def main() -> None:
     """See the top of the file."""
+    end_in_order()
     options = _options()
     folder = options.out.with_name(f"{options.out.stem}-logs")
     report: dict[str, Any] = machine() | {"quantization": options.quantization, "servers": {}}
@@ -106,7 +107,7 @@ def _start(options: argparse.Namespace, folder: Path) -> dict[str, Server]:
     words += ["--quantization", options.quantization] if options.quantization else []
     end = time.monotonic() + options.limit_s
     own = {"drafter": options.drafter, "end": end}
-    names = options.only.split(",")
+    names = list(dict.fromkeys(options.only.split(",")))
     (folder / "left").mkdir(parents=True, exist_ok=True)
     servers = start(names, Settings(options.target, folder=folder, words=[*words, *options.passed], **own))
     found = dict(zip(names, servers, strict=True))

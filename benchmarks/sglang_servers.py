@@ -219,10 +219,9 @@ def start(names: Sequence[str], settings: Settings) -> list[Server]:
     """Begin to start all of them, on the GPUs in turn."""
     environment = {key: value for key, value in os.environ.items() if not key.startswith("DDTREE_SGLANG_")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [os.environ.get("PYTHONPATH"), plug_in(settings.folder)]))
-    cards = cycle(settings.gpus)
-    servers = []
-    for name in names:
-        words, count = words_of(name, settings)
+    cards, servers = cycle(settings.gpus), []
+    made = [(name, *words_of(name, settings)) for name in names]  # a name that is unknown is told before any starts
+    for name, words, count in made:
         mine = list(islice(cards, count))
         port, log = free_port(), settings.folder / f"{name.replace('@', '-')}.log"
         command = [sys.executable, "-m", "sglang.launch_server", "--model-path", settings.target]
@@ -245,6 +244,11 @@ def start(names: Sequence[str], settings: Settings) -> list[Server]:
         servers.append(Server(name, port, process, log, settings))
         threading.Thread(target=servers[-1].watch, daemon=True).start()
     return servers
+
+
+def end_in_order() -> None:
+    """At SIGTERM, as `timeout` sends it: the servers, which are sessions of their own, would outlive this process."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended from outside"))
 
 
 def each(servers: Sequence[Server], action: Callable[[Server], Any]) -> dict[str, Any]:

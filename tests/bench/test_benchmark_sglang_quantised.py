@@ -50,3 +50,12 @@ def test_the_verdict(script: Any, plain_s: float, tree_s: float | None, ok: bool
         servers["tree31"]["largest_regret"] = tree_s
     assert script.verdict(servers) == ok
     assert not script.verdict(servers | {"linear": {"largest_regret": 0.0, "problem": "not up"}})
+
+
+def test_an_unknown_name_is_told_before_any_server_starts(
+    script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    servers = import_module("sglang_servers")
+    monkeypatch.setattr(servers.subprocess, "Popen", lambda *_, **__: pytest.fail("started"))
+    with pytest.raises(ValueError, match="'bush': write plain, dflash"):
+        servers.start(["plain", "bush"], servers.Settings("target", "drafter", tmp_path, []))

@@ -154,6 +154,16 @@ def test_keeping(mode: str, device: torch.device) -> None:
     assert len(block.positions) == SIZE
 
 
+@pytest.mark.parametrize(("mode", "shadowed", "ends"), [("tree", False, True), ("tree", True, False), ("shadow-linear", True, True)])
+def test_a_shadowed_request_in_a_server_of_trees(mode: str, shadowed: bool, ends: bool, device: torch.device) -> None:
+    """It may ask for it where block and budget fit the rows, and commits the chain's path: outside the graph."""
+    room = make_room(device, mode)
+    asked = {"ddtree_mode": "shadow-linear", "ddtree_budget": 3} if shadowed else {}
+    plan = Options(mode, 15).plan(asked, BLOCK)
+    assert room.tell([plan], room.width) == shadowed
+    assert Keeping(Worker(room), mode != "tree").ends(shadowed) == ends
+
+
 def test_a_round_that_is_not_the_graphs_keeps_nothing_there(device: torch.device) -> None:
     room = make_room(device)
     staged(room, 0)

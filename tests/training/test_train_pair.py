@@ -18,7 +18,7 @@ from ddtree.training import batches
 from ddtree.training.config import TrainConfig
 from ddtree.training.evaluate import evaluate, load_drafter
 from ddtree.training.export import export
-from ddtree.training.fit import fit
+from ddtree.training.fit import Trainer, fit
 from ddtree.training.measure import Drafts, Measures, draft, next_tokens, walk
 from ddtree.training.pairwise import PairwiseTrainer, fit_pairwise, losses
 from ddtree.training.shards import Chat
@@ -183,3 +183,24 @@ def test_walks_and_next_tokens_go_by_the_pair_scores() -> None:
     lengths = measures.acceptance()
     assert lengths == {"chain": 1.5, "tree@2": 1.5, "chain+pairwise": 3.0, "tree@2+pairwise": 3.0}
     assert measures.report()["next_token"]["sibling"] == {"contexts": 2, "marginal": 0.5, "pairwise": 0.5}
+
+
+def test_what_cannot_be_written_is_told_before_it_is_made(own: TrainConfig, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(InvalidOption, match=r"file cannot hold the head \(.*\): name another --output"):
+        fit_pairwise(own, "last", tmp_path / "file", quiet=True)
+    assert not (Path(own.folder) / "pairwise.pt").exists()
+    (Path(own.folder) / PAIRWISE).write_bytes(b"x")
+    with pytest.raises(DamagedFile, match="no whole pairwise head"):
+        export(own, tmp_path / "out", "last")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_resumed_fit_goes_by_the_decay_and_beta_that_are_asked_for(own: TrainConfig) -> None:
+    fit_pairwise(own, "last", quiet=True, max_minutes=1e-9)
+    made = trainer(changed(own, pairwise={"beta2": 0.9, "weight_decay": 0.5}))
+    assert made.step == 1
+    assert [(g["betas"], g["weight_decay"]) for g in made.optimizer.param_groups] == [((0.9, 0.9), 0.5)]
+    own = changed(own, fit={"beta2": 0.8, "weight_decay": 0.25})
+    groups = Trainer(own, load_target(own.target), quiet=True).optimizer.param_groups
+    assert [(g["betas"], g["weight_decay"]) for g in groups] == [((0.9, 0.8), 0.25), ((0.9, 0.8), 0.0)]

@@ -12,7 +12,7 @@ from ddtree.errors import InvalidOption
 
 train = typer.Typer(
     name="train",
-    help="Make a DFlash drafter for a model: data, fit, eval, export. docs/training.md shows the file they all take.",
+    help="Make a DFlash drafter for a model: data, fit, pair, eval, export. docs/training.md shows the file.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )

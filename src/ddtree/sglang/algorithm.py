@@ -6,6 +6,7 @@ from typing import Any
 from sglang.srt.speculative.spec_registry import CustomSpecAlgo
 
 from ddtree.errors import InvalidOption
+from ddtree.sglang import tails
 from ddtree.sglang.adapters import adapter
 from ddtree.sglang.options import Options
 
@@ -79,6 +80,7 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         server_args.speculative_dflash_block_size = block
         server_args.speculative_num_draft_tokens = options.rows(block)
         if options.mode != "linear":
+            tails.wanted()  # or its variable is refused now, before anything loads
             _check(server_args)
             server_args.speculative_eagle_topk = 2  # above 1, recurrent layers keep a state for every row of a tree
         logger.info(

@@ -97,6 +97,10 @@ class Keeping:
         lay.commit(accepted, lengths, now.block.row_slots, kept, tree, room.commits)
         self.worker.move(kept, now.block, hidden)
 
+    def ends(self, shadowed: bool) -> bool:
+        """Whether a round of these requests may end in a graph: one that is shadowed commits the chain's rows alone."""
+        return self.shadows or not shadowed
+
     def read(self, captured: int, size: int) -> Kept:
         """What the last replay of the graph of `captured` requests kept of the `size` that run."""
         return self.kept[captured].taken(size)

@@ -108,6 +108,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         table = self.model_runner.req_to_token_pool.req_to_token
         bonus, pool, mask_token = batch.spec_info.bonus_tokens, batch.req_pool_indices, int(self._mask_token_id)
         keeping = self._keeping if room is self._graphs and takes_argmax(batch) else None
+        if keeping is not None and not keeping.ends(self._shadowed):
+            keeping = None
         committed = 0 if keeping is None else size
         lay.stage(bonus, lengths, pool, table, room.state, now.block, mask_token, room.commits, committed)
         proposal = self.propose(batch, now.block)

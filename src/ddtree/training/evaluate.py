@@ -64,6 +64,7 @@ def evaluate(
     same marginals. A round counts when the answer has a whole block behind its root, so that no end cuts it.
     """
     model, c = load_drafter(config, drafter), config.eval
+    pair = find_pairwise(config, drafter, pairwise, model)
     if prompts == "heldout":
         target = load_target(config.target)
         chats, skipped = [chat for chat in read_all(config.data_folder) if chat.heldout][: c.sequences], 0
@@ -72,7 +73,6 @@ def evaluate(
     need_any(chats, "held-out chats")
     spec, shape = target.spec, model.config
     shape.check_fits(spec.vocab_size, spec.hidden_size, spec.num_layers)
-    pair = find_pairwise(config, drafter, pairwise, model)
     if pair is not None:
         pair.check_fits(spec.vocab_size, spec.hidden_size, fingerprint(model.norm.weight))
         pair = pair.to(spec.device)

@@ -29,13 +29,13 @@ def export(config: TrainConfig, output: Path, which: str = "best", dtype: str = 
         raise InvalidOption(f"{output} is there already: name a new folder", param="output")
     state = Run(Path(config.folder)).need(which)
     raw: dict[str, Any] = json.loads(state["raw"]) | {"dtype": dtype, "torch_dtype": dtype}
+    own = Path(config.folder) / PAIRWISE
+    head = PairwiseHead.read(own) if own.exists() else None  # or it is refused before anything is written
     weights = {name: w.to(getattr(torch, dtype)).contiguous() for name, w in weights_of(state).items()}
     output.mkdir(parents=True, exist_ok=True)
     save_file(weights, output / "model.safetensors", metadata={"format": "pt"})
     (output / "config.json").write_text(json.dumps(raw, indent=1) + "\n", encoding="utf-8")
     DraftModel.read(DrafterConfig.read(raw), output)
-    own = Path(config.folder) / PAIRWISE
-    head = PairwiseHead.read(own) if own.exists() else None
     paired = head is not None and head.drafter == fingerprint(weights["norm.weight"])
     if head is not None and paired:
         shutil.copyfile(own, output / PAIRWISE)

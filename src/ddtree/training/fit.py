@@ -23,7 +23,7 @@ from ddtree.training.config import TrainConfig, as_dict
 from ddtree.training.data import FREE, need_any
 from ddtree.training.loss import depth_weights, weighted_loss
 from ddtree.training.measure import Measures, measure
-from ddtree.training.schedule import ahead, learning_rate, optimizer, precision
+from ddtree.training.schedule import ahead, go_on, learning_rate, optimizer, precision
 from ddtree.training.shards import Chat, read_all, read_manifest
 from ddtree.training.teacher import Teacher, load_target
 
@@ -91,7 +91,7 @@ class Trainer:
         self.sound = torch.ones((), dtype=torch.bool, device=spec.device)  # whether every loss so far was a number
         if last is not None:
             self.model.load_state_dict(last["model"])
-            self.optimizer.load_state_dict(last["optimizer"])
+            go_on(self.optimizer, last["optimizer"])
             self.step, self.best, self.seconds = last["step"], last["best"], last["seconds"]
         self.precision = precision(self.part.precision, spec.device)
         longest = max(len(chat.ids) for chat in chats)

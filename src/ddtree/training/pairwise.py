@@ -1,6 +1,7 @@
 """`ddtree train pair`: a low-rank head that says what follows each candidate, fitted to a frozen drafter."""
 
 import json
+import os
 import sys
 import time
 from dataclasses import replace
@@ -24,7 +25,7 @@ from ddtree.training.data import need_any
 from ddtree.training.evaluate import drafter_folder, load_drafter
 from ddtree.training.frozen import Frozen, Rows
 from ddtree.training.loss import depth_weights
-from ddtree.training.schedule import ahead, learning_rate
+from ddtree.training.schedule import ahead, go_on, learning_rate
 from ddtree.training.shards import read_all, read_manifest
 from ddtree.training.teacher import load_target
 
@@ -43,11 +44,13 @@ def fit_pairwise(
 
     drafter: best or last, the run's checkpoints; else a z-lab folder, a name or a hub id. output: None is the run's own
     folder. target: instead of the one that the configuration names. max_minutes: end after so many, with a checkpoint.
-    Returns what was reached.
+    Returns what was reached. Raises DDTreeError, before anything is fitted.
     """
-    target = target or load_target(config.target)
+    output, target = output or Path(config.folder), target or load_target(config.target)
     with standing_on(target.spec.device):
-        return PairwiseTrainer(config, drafter, target, quiet).run(output or Path(config.folder), max_minutes)
+        trainer = PairwiseTrainer(config, drafter, target, quiet)
+        _check_folder(output)
+        return trainer.run(output, max_minutes)
 
 
 class Factors(nn.Module):
@@ -238,8 +241,19 @@ class PairwiseTrainer:
                 " or choose another folder"
             )
         self.factors.load_state_dict(last["factors"])
-        self.optimizer.load_state_dict(last["optimizer"])
+        go_on(self.optimizer, last["optimizer"])
         self.step, self.seconds = last["step"], last["seconds"]
+
+
+def _check_folder(folder: Path) -> None:
+    """Now, not when the fit is over."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        problem = None if os.access(folder, os.W_OK) else "nothing can be written there"
+    except OSError as error:
+        problem = str(error)
+    if problem is not None:
+        raise InvalidOption(f"{folder} cannot hold the head ({problem}): name another --output", param="output")
 
 
 def _shown(line: dict[str, Any]) -> str:

@@ -53,6 +53,14 @@ def optimizer(model: DraftModel, part: FitPart, device: torch.device) -> torch.o
     return torch.optim.AdamW(groups, lr=part.lr, betas=(0.9, part.beta2), fused=device.type == "cuda")
 
 
+def go_on(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
+    """With the moments of a checkpoint; decay and betas are those that the optimiser was made with, which may differ."""
+    chosen = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.param_groups]
+    optimizer.load_state_dict(state)
+    for group, own in zip(optimizer.param_groups, chosen, strict=True):
+        group.update(own)
+
+
 def precision(name: str, device: torch.device) -> torch.dtype:
     """Of products: auto is bfloat16 on a GPU, else float32."""
     if name == "auto":
