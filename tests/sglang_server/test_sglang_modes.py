@@ -18,6 +18,7 @@ SERVERS = ["linear", "shadow-linear", "tree" + GRAPHS]
 REQUESTS = {
     "linear": {"ddtree_mode": "linear"},
     "small": {"ddtree_budget": 3},
+    "shadowed": {"ddtree_mode": "shadow-linear", "ddtree_budget": 3},
     "unknown": {"ddtree_mode": "bush"},
     "large": {"ddtree_budget": BUDGET + 1},
 }
@@ -199,9 +200,11 @@ def test_requests_narrow_what_the_server_does(plain: Answers, answers: Answers, 
     assert answers.requests["linear"]["meta_info"]["spec_verify_ct"] == rounds(linear)[0]
     if mode != "linear":
         assert ids(answers.requests["small"]) == ids(plain.alone[0])
+        assert ids(answers.requests["shadowed"]) == ids(plain.alone[0])
+        assert answers.requests["shadowed"]["meta_info"]["spec_verify_ct"] == rounds(linear)[0], "it commits the chain"
         assert "from 1 to 15, not 16" in json.dumps(answers.requests["large"])
         assert "'bush' is unknown" in json.dumps(answers.requests["unknown"])
     else:
         assert all(
-            "cannot ask for trees" in json.dumps(answers.requests[name]) for name in ("small", "large", "unknown")
+            "cannot ask for trees" in json.dumps(answers.requests[name]) for name in ("small", "shadowed", "large", "unknown")
         )
