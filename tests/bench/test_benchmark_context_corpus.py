@@ -41,5 +41,7 @@ def test_the_same_request_before_saves_rounds(script: Any) -> None:
 
 def test_shorter_matches_than_are_asked_for_say_nothing(script: Any) -> None:
     asked = record(script, ANSWER)
-    before = script.texts([record(script, [token for pair in zip(ANSWER, ANSWER[1:], strict=False) for token in (9, *pair)])])
-    assert script.rounds(asked, WAY, script.WithCorpus(PROMPT, before, 32)) == script.rounds(asked, WAY)
+    rounds = [
+        script.rounds(asked, WAY, script.WithCorpus(PROMPT, script.texts([asked]), least)) for least in (1, 20, 100)
+    ]
+    assert rounds[0] < rounds[1] < rounds[2] == script.rounds(asked, WAY)

@@ -154,7 +154,9 @@ def test_keeping(mode: str, device: torch.device) -> None:
     assert len(block.positions) == SIZE
 
 
-@pytest.mark.parametrize(("mode", "shadowed", "ends"), [("tree", False, True), ("tree", True, False), ("shadow-linear", True, True)])
+@pytest.mark.parametrize(
+    ("mode", "shadowed", "ends"), [("tree", False, True), ("tree", True, False), ("shadow-linear", True, True)]
+)
 def test_a_shadowed_request_in_a_server_of_trees(mode: str, shadowed: bool, ends: bool, device: torch.device) -> None:
     """It may ask for it where block and budget fit the rows, and commits the chain's path: outside the graph."""
     room = make_room(device, mode)

@@ -1,6 +1,6 @@
 """The shortest proof that the plug-in works inside SGLang: plain decoding's own tokens, from a tree that graphs end.
 
-`make test-sglang-core` runs it, for those who have minutes; test_sglang_modes.py asks the same and much more, of every mode.
+`make test-sglang-core` runs it, in minutes; test_sglang_modes.py asks the same and much more, of every mode.
 """
 
 import json

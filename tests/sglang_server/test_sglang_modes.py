@@ -206,5 +206,6 @@ def test_requests_narrow_what_the_server_does(plain: Answers, answers: Answers, 
         assert "'bush' is unknown" in json.dumps(answers.requests["unknown"])
     else:
         assert all(
-            "cannot ask for trees" in json.dumps(answers.requests[name]) for name in ("small", "shadowed", "large", "unknown")
+            "cannot ask for trees" in json.dumps(answers.requests[name])
+            for name in ("small", "shadowed", "large", "unknown")
         )

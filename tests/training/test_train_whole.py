@@ -89,7 +89,7 @@ def test_eval_counts_what_the_engine_accepts(fitted: TrainConfig, tmp_path: Path
     ids = prompt.ids[: prompt.prompt].tolist()
     params = SamplingParams(60, ignore_eos=True)
     for mode, budget in sizes.items():
-        speculation = Speculation(mode, tree_budget=8, tree_top_k=16)
+        speculation = Speculation(mode, tree_budget=8, tree_top_k=16, tree_context="off")
         engine = Engine.load(
             EngineConfig(fitted.target.model, str(out), speculation, "cpu", "float32", max_running_requests=1)
         )

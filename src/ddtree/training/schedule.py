@@ -54,7 +54,7 @@ def optimizer(model: DraftModel, part: FitPart, device: torch.device) -> torch.o
 
 
 def go_on(optimizer: torch.optim.AdamW, state: dict[str, Any]) -> None:
-    """With the moments of a checkpoint; decay and betas are those that the optimiser was made with, which may differ."""
+    """With the moments of a checkpoint; decay and betas stay those that the optimiser was made with."""
     chosen = [{name: group[name] for name in ("betas", "weight_decay")} for group in optimizer.param_groups]
     optimizer.load_state_dict(state)
     for group, own in zip(optimizer.param_groups, chosen, strict=True):
