@@ -170,8 +170,10 @@ def test_metrics(answers: Answers, mode: str) -> None:
     counted, accepted = found.pop("ddtree_mode_rounds"), found.pop("ddtree_mode_accepted_tokens")
     assert counted > sum(rounds(answers))
     assert accepted > 0.2 * counted
-    assert set(found) == ({"ddtree_shadow_accepted_tokens"} if mode == "shadow-linear" else set())
-    assert all(tree > accepted for tree in found.values())
+    shadows = found.pop("ddtree_shadow_accepted_tokens", 0.0)
+    assert not found
+    assert bool(shadows) == (mode != "linear")  # one request asked the server of trees for it
+    assert mode != "shadow-linear" or shadows > accepted
     stages = {labels: float(value) for name, labels, value in counters(answers.metrics) if "stage_seconds" in name}
     assert len(stages) == (0 if mode == "linear" else len(STAGES))
     assert all(seconds > 0 for seconds in stages.values())
