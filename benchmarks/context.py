@@ -186,6 +186,8 @@ def main() -> None:
     options.add_argument("--ar", action="store_true", help="plain decoding too")
     options.add_argument("--turns", type=int, default=1, help="how often every prompt is answered")
     options.add_argument("--limit-s", type=float, default=float("inf"), help="begin no prompt after so many seconds")
+    options.add_argument("--model", default="smollm2-135m", help="a name of `ddtree models`, a folder, a .gguf or a hub id")
+    options.add_argument("--drafter", default="auto", help="the same kinds; auto: the one made for the model")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32")
     options.add_argument("--stages", action="store_true", help="stage times of one prompt, from a pass of their own")
@@ -196,7 +198,8 @@ def main() -> None:
     top_k = args.top_k or Speculation().settled(args.device.partition(":")[0]).tree_top_k
     ways = variants([int(value) for value in args.budgets.split(",")], contexts, args.chain, top_k)
     ways |= {"ar": Speculation("ar")} if args.ar else {}
-    engine = Engine.load(EngineConfig(dtype=args.dtype, device=args.device, prefix_caching=False, max_model_len=2048))
+    pair = {"model": args.model, "drafter": args.drafter, "dtype": args.dtype, "device": args.device}
+    engine = Engine.load(EngineConfig(**pair, prefix_caching=False, max_model_len=2048))
     prompts = chosen(args.per_category, args.held_out)
     if args.device != "cpu":
         measure(engine, prompts[:1], ways, temperatures[:1], 16)

@@ -58,7 +58,7 @@ class Run:
             options.gpus.split(",") if options.gpus else (),
             end=self.began + options.limit_s - (options.judge_s if options.judge and not options.smoke else 0),
         )
-        self.prompts = _prompts(options.target, SMOKE[0] if options.smoke else options.prompts)
+        self.prompts = _prompts(options.target, SMOKE[0] if options.smoke else options.prompts, options.more)
         self.report: dict[str, Any] = machine() | {"prompts": len(self.prompts), "servers": {}}
 
     def note(self, name: str, **found: Any) -> None:
@@ -304,13 +304,20 @@ def _words(options: argparse.Namespace) -> list[str]:
     return [*words, *options.passed]
 
 
-def _prompts(target: str, count: int) -> list[list[int]]:
+def _prompts(target: str, count: int, more: str | None) -> list[list[int]]:
+    """The first `count` of the suite's prompts and those of the file `more`; a conversation's first turn counts."""
     tokenizer = AutoTokenizer.from_pretrained(target)
+    texts = [prompt.prompt for prompt in load_prompts()]
+    if more:
+        lines = map(json.loads, Path(more).read_text(encoding="utf-8").splitlines())
+        texts += [line["turns"][0] if "turns" in line else line["prompt"] for line in lines]
+    if count > len(texts):
+        sys.exit(f"--prompts {count}: the suite and --more have {len(texts)}")
     found = []
-    for prompt in load_prompts(count):
-        chat = [{"role": "user", "content": prompt.prompt}]
+    for text in texts[:count]:
+        chat = [{"role": "user", "content": text}]
         if tokenizer.chat_template is None:
-            found.append(list(tokenizer(prompt.prompt)["input_ids"]))
+            found.append(list(tokenizer(text)["input_ids"]))
         else:
             found.append(list(tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=False)))
     return found
@@ -330,7 +337,8 @@ def _options() -> argparse.Namespace:
     made.add_argument("--tp", type=int, default=1)
     made.add_argument("--gpus", default="", help="indices, which the servers take in turn")
     made.add_argument("--requests", default="1,8,32", help="requests at once")
-    made.add_argument("--prompts", type=int, default=40, help="of the suite, answered and judged")
+    made.add_argument("--prompts", type=int, default=28, help="of the suite and then of --more, answered and judged")
+    made.add_argument("--more", help="a JSONL of prompts, `prompt` or `turns` in each line, for more than the suite has")
     made.add_argument("--timed", type=int, default=10, help="of them in a turn at one request")
     made.add_argument("--turns", type=int, default=5, help="0: no times")
     made.add_argument("--max-tokens", type=int, default=128)
