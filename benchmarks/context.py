@@ -186,7 +186,7 @@ def main() -> None:
     options.add_argument("--ar", action="store_true", help="plain decoding too")
     options.add_argument("--turns", type=int, default=1, help="how often every prompt is answered")
     options.add_argument("--limit-s", type=float, default=float("inf"), help="begin no prompt after so many seconds")
-    options.add_argument("--model", default="smollm2-135m", help="a name of `ddtree models`, a folder, a .gguf or a hub id")
+    options.add_argument("--model", default="smollm2-135m", help="a name, folder, .gguf file or hub id")
     options.add_argument("--drafter", default="auto", help="the same kinds; auto: the one made for the model")
     options.add_argument("--device", default="cpu", help="cpu, cuda or cuda:N")
     options.add_argument("--dtype", default="float32")

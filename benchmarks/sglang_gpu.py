@@ -338,7 +338,7 @@ def _options() -> argparse.Namespace:
     made.add_argument("--gpus", default="", help="indices, which the servers take in turn")
     made.add_argument("--requests", default="1,8,32", help="requests at once")
     made.add_argument("--prompts", type=int, default=28, help="of the suite and then of --more, answered and judged")
-    made.add_argument("--more", help="a JSONL of prompts, `prompt` or `turns` in each line, for more than the suite has")
+    made.add_argument("--more", help="a JSONL with `prompt` or `turns` in each line, for more prompts")
     made.add_argument("--timed", type=int, default=10, help="of them in a turn at one request")
     made.add_argument("--turns", type=int, default=5, help="0: no times")
     made.add_argument("--max-tokens", type=int, default=128)
