@@ -216,7 +216,7 @@ class EngineConfig:
     prefix_caching: bool = True  # reuse what slots hold of a prompt's beginning
     draft_dtype: str = "auto"  # of the weights that drafts are made with; auto: the target's; int8: a GPU only
     draft_vocab: str = "auto"  # tokens that drafts are made of: see ddtree.drafter.choose_vocabulary
-    draft_pairwise: str = "auto"  # the drafter's pairwise head, where its folder has one; on a GPU with on alone
+    draft_pairwise: str = "auto"  # the drafter's pairwise head, where its folder has one
     numerics: str = (
         "auto"  # of rounds in half precision on a GPU, see LlamaTarget.load; auto: invariant where it can be
     )

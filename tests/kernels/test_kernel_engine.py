@@ -78,18 +78,25 @@ def with_head(engine: Engine) -> Engine:
 
 
 def watch_rows(monkeypatch: pytest.MonkeyPatch, ops: type) -> dict:
-    """(sequence, position) -> tokens and parents of the rows that are laid, where Python lays or launches them."""
+    """(sequence, position) -> tokens and parents of the rows that are laid, where Python lays or launches them.
+
+    Sequences are counted as they come: places in a batch move up when one ends, a round later on a GPU.
+    """
     found: dict = {}
+    seen: list = []
     build = ops.build
 
     def watch(self, batch, proposal):
         build(self, batch, proposal)
         state, n = batch.state, batch.state.width
         for index, lane in enumerate(batch.lanes):
+            if not any(lane is one for one in seen):
+                seen.append(lane)
             if not state.done[index] and lane.depth:
+                number = next(i for i, one in enumerate(seen) if one is lane)
                 real = state.parents[index, :n] >= 0
                 rows = state.tokens[index, :n][real].tolist(), state.parents[index, :n][real].tolist()
-                found.setdefault((index, int(state.position[index])), rows)
+                found.setdefault((number, int(state.position[index])), rows)
 
     monkeypatch.setattr(ops, "build", watch)
     return found

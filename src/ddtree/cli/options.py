@@ -88,8 +88,8 @@ DraftPairwise = Annotated[
     typer.Option(
         "--draft-pairwise",
         metavar="auto|on|off",
-        help="auto: drafts go by the pairwise head of the drafter's folder, if it has one and this is a CPU; on: on a"
-        " GPU too, and a folder without one is refused; off: never. No answer depends on it.",
+        help="auto: drafts go by the pairwise head of the drafter's folder, if it has one; on: a folder without one is"
+        " refused; off: never. No answer depends on it.",
     ),
 ]
 Numerics = Annotated[

@@ -1,6 +1,5 @@
 """Target and drafter as a configuration names them."""
 
-import logging
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,8 +15,6 @@ from ddtree.kernels.build import MOST_DEPTHS
 from ddtree.target import LlamaTarget, Target
 
 HALVES = (torch.float16, torch.bfloat16)
-
-log = logging.getLogger("ddtree.engine")
 
 
 @dataclass(frozen=True)
@@ -80,12 +77,6 @@ def _pairwise(
             " pair`, or leave it at auto",
             param="draft_pairwise",
         )
-    if head is not None and config.draft_pairwise == "auto" and usable(device):
-        log.warning(
-            "the pairwise head in %s is left out: its rounds on a GPU are not proven yet; draft_pairwise on takes it",
-            folder,
-        )
-        return None
     return None if head is None else head.to(device)
 
 
