@@ -133,8 +133,8 @@ def test_output_does_not_depend_on_the_drafter(engine, monkeypatch):
     params = SamplingParams(max_tokens=32)
     alone = Speculation("tree", tree_context="off")  # the text would help even then
     honest = engine.generate([ids], [params], alone)[0]
-    propose = engine.drafter.propose
-    monkeypatch.setattr(engine.drafter, "propose", lambda *args: -propose(*args))
+    score = engine.drafter.score
+    monkeypatch.setattr(engine.drafter, "score", lambda *args: -score(*args))
     nonsense = engine.generate([ids], [params], alone)[0]
     assert nonsense.token_ids == honest.token_ids
     assert nonsense.acceptance_length < 1.1 < honest.acceptance_length
