@@ -1,19 +1,17 @@
 """The engine's public face: load once, then generate or stream."""
 
-import platform
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cached_property
-from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ddtree import __version__
 from ddtree.config import EngineConfig, SamplingParams, Speculation, Unset
 from ddtree.drafter import Drafter
+from ddtree.engine.about import describe, rounds_of
 from ddtree.engine.context import SequenceContext
-from ddtree.engine.loading import HALVES, load_pair
+from ddtree.engine.loading import load_pair
 from ddtree.engine.memory import Planner, device_memory
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.output import RequestOutput
@@ -28,7 +26,6 @@ from ddtree.engine.slots import SlotStore
 from ddtree.engine.text import Text
 from ddtree.errors import ContextLengthExceeded, DDTreeError, InvalidOption
 from ddtree.kernels.backend import usable
-from ddtree.layers import packs
 from ddtree.plan import Load, fit
 from ddtree.target import Target
 
@@ -111,33 +108,9 @@ class Engine:
 
     def info(self) -> dict[str, Any]:
         """What is loaded and what runs it, as plain values."""
-        spec = self.target.spec
-        return {
-            "model": self.names[0],
-            "drafter": self.names[1],
-            "device": str(spec.device),
-            "dtype": str(spec.dtype).removeprefix("torch."),
-            "threads": torch.get_num_threads(),
-            "linear": "packed" if packs(spec.device.type, spec.dtype) else "plain",
-            "rounds": self._rounds(),
-            "tree_context": self.speculation.tree_context,
-            "numerics": self._numerics(),
-            "draft_dtype": self._draft_dtype(),
-            "draft_vocab": self._draft_vocab(),
-            "draft_pairwise": self._draft_pairwise(),
-            "max_model_len": self.max_model_len,
-            "max_running_requests": self._store.count,
-            "max_tree_budget": self.config.largest_budget,
-            "speculation": asdict(self.speculation),
-            "prefix_caching": self.config.prefix_caching,
-            "memory": self._store.plan.facts() if self._store.plan else None,
-            "versions": {
-                "ddtree": __version__,
-                "torch": torch.__version__,
-                "transformers": version("transformers"),
-                "python": platform.python_version(),
-            },
-        }
+        return describe(
+            self.config, self.target, self.drafter, self.names, self.speculation, self._store, self.max_model_len
+        )
 
     def settled(self, speculation: Speculation) -> Speculation:
         """With the numbers that rounds take: what was not chosen follows the device. See Speculation.settled."""
@@ -222,38 +195,9 @@ class Engine:
         """At the beginning of an answer. Raises InvalidOption for a grammar that cannot be used."""
         return None if params.grammar is None else self._grammars.matcher(params.grammar)
 
-    def _rounds(self) -> str:
-        """Who runs them: the host, the device by its kernels, or the device as CUDA graphs."""
-        if not usable(self.target.spec.device):
-            return "host"
-        return "graphs" if self.config.cuda_graphs and self.target.spec.device.type == "cuda" else "kernels"
-
-    def _numerics(self) -> str:
-        """Whether a row's bits depend on its company: "plain" promises nothing (docs/log.md has what was seen)."""
-        spec = self.target.spec
-        if not (usable(spec.device) and spec.dtype in HALVES):
-            return "plain"
-        return "fast" if self.config.numerics == "fast" else "invariant"
-
-    def _draft_dtype(self) -> str | None:
-        if self.drafter is None:
-            return None
-        dtype = str(self.target.spec.dtype).removeprefix("torch.")
-        return dtype if self.config.draft_dtype == "auto" else self.config.draft_dtype
-
-    def _draft_vocab(self) -> int | str | None:
-        """Tokens that drafts are made of: their number, or "full"; None without a drafter."""
-        if self.drafter is None:
-            return None
-        return "full" if self.drafter.vocabulary is None else len(self.drafter.vocabulary)
-
-    def _draft_pairwise(self) -> str | None:
-        """Whether a pairwise head has a say in drafts; None without a drafter."""
-        return None if self.drafter is None else "off" if self.drafter.pairwise is None else "on"
-
     def _make_runners(self) -> tuple[HostRunner | DeviceRunner, Prompts]:
         """Of rounds and of prompts: on the device where its kernels can be used, else laid by the host."""
-        parts, graphs = (self.target, self.drafter, self._store), self._rounds() == "graphs"
+        parts, graphs = (self.target, self.drafter, self._store), rounds_of(self.config, self.target) == "graphs"
         if usable(self.target.spec.device):
             return DeviceRunner(*parts, graphs, self.max_model_len), DevicePrompts(*parts, graphs)
         return HostRunner(*parts), Prompts(*parts)
@@ -261,7 +205,7 @@ class Engine:
     def _make_store(self, chunk: int) -> SlotStore:
         """Caches for every slot, if they and everything else fit the device's memory."""
         config = self.config
-        captured = self.speculation if self._rounds() == "graphs" else None
+        captured = self.speculation if rounds_of(self.config, self.target) == "graphs" else None
         planner = Planner(self.target, self.drafter, chunk, captured)
         load = Load(config.max_running_requests, self.max_model_len, config.largest_budget)
         least = 1 if isinstance(config.speculation.tree_budget, Unset) else config.speculation.tree_budget
