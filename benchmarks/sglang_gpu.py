@@ -9,7 +9,7 @@ python benchmarks/sglang_gpu.py --target DIR --drafter DIR --out FILE.json --tur
 Servers run side by side and are measured one at a time, in turns of all loads, so that a busy moment meets all; idle
 ones sleep, but still share the host. What is written when the time is over has as many turns of every load, to one. A
 name is plain, dflash, linear, shadow or tree, a budget, and modifiers: tree31@flashinfer, tree31@metrics (stage
-seconds), tree31@tp2, @eager, @nooverlap, @bfloat16, @graph4, @notails. A server that dies is told at once
+seconds), tree31@tp2, @eager, @nooverlap, @bfloat16, @graph4, @notails, @nopairwise. A server that dies is told at once
 with the end of its log, and the others go on; logs are kept in the folder FILE-logs, results are written as they come.
 What follows -- goes to every server, and wins. Tokens are judged by float32 regret: how far each is below the argmax
 of the target in float32 (transformers). Needs SGLang as in docs/sglang.md; ddtree may be on PYTHONPATH alone.
@@ -98,7 +98,7 @@ def answers(run: Run, server: Server, tokens: int) -> list[list[int]]:
     ids = [list(answer["output_ids"]) for answer in found]
     lengths = [judge.acceptance(one) for one in meta]
     rounds = [one.get("spec_verify_ct") for one in meta]
-    told: dict[str, Any] = {"ids": ids, "rounds": rounds, "acceptance": lengths}
+    told: dict[str, Any] = {"ids": ids, "rounds": rounds, "acceptance": lengths, "pairwise": server.pairwise()}
     if all(rounds):
         told["tokens_a_round"] = round(sum(map(len, ids)) / sum(rounds), 4)
         told["acceptance_length"] = round(1 + sum(m["spec_num_correct_drafts"] for m in meta) / sum(rounds), 4)
@@ -220,20 +220,34 @@ def conclude(run: Run) -> None:
 
 def beside_ours(run: Run, servers: dict[str, Any]) -> None:
     """Acceptance in our own engine; what goes wrong there is told, and costs no other result."""
-    modes = {name: parts(name) for name in servers if parts(name)[0] in MODES and "@" not in name}
-    named = {name: (MODES[mode], budget or 31) for name, (mode, budget, _) in modes.items()}
     wanted = (run.options.target, run.options.drafter, run.options.dtype)
     found = run.report["engine"] = {}
     try:
-        for name, own in judge.ours(*wanted, named, run.prompts, run.options.max_tokens):
-            found[name] = judge.beside_ours(servers[name], own)
-            run.say("our engine", name, found[name])
-            run.write()
-            if run.over():
-                return
+        for pairwise in ("off", "on"):
+            named = _of_ours(servers, pairwise)
+            for name, own in judge.ours(*wanted, pairwise, named, run.prompts, run.options.max_tokens):
+                found[name] = judge.beside_ours(servers[name], own)
+                run.say("our engine", name, found[name])
+                run.write()
+                if run.over():
+                    return
     except Exception as error:
         traceback.print_exc()
         found["problem"] = f"{type(error).__name__}: {error}"
+
+
+def _of_ours(servers: dict[str, Any], pairwise: str) -> dict[str, tuple[str, int]]:
+    """Servers whose rounds our engine has too, with its mode and budget, where its pairwise head is to be on or off.
+
+    With a head our chains go by it as well; a server's never do.
+    """
+    found = {}
+    for name, told in servers.items():
+        mode, budget, extras = parts(name)
+        has = told.get("pairwise") if mode == "tree" else "off"
+        if mode in MODES and {*extras} <= {"nopairwise"} and has == pairwise:
+            found[name] = MODES[mode], budget or 31
+    return found
 
 
 def smoke(run: Run, servers: Sequence[Server]) -> None:

@@ -1,5 +1,6 @@
 """Figures of SGLang servers: acceptance by our definition, paired ratios, float32 regret, and our own engine's."""
 
+import gc
 import random
 import statistics
 from collections.abc import Iterator, Sequence
@@ -69,25 +70,46 @@ def _regret(model: Any, prompt: Ids, answer: Ids, device: str) -> list[float]:
 
 
 def ours(
-    target: str, drafter: str, dtype: str, modes: dict[str, tuple[str, int]], prompts: Sequence[Ids], tokens: int
+    target: str,
+    drafter: str,
+    dtype: str,
+    pairwise: str,
+    modes: dict[str, tuple[str, int]],
+    prompts: Sequence[Ids],
+    tokens: int,
 ) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Our own engine on the same prompts. modes: server's name -> our mode and budget; top-k 8, the plug-in's."""
+    """Our own engine on the same prompts. modes: server's name -> our mode and budget; top-k 8, the plug-in's.
+
+    What the plug-in does not have is off: contexts, drafts of the most frequent tokens. pairwise: on or off.
+    """
+    if not modes:
+        return
     from ddtree.config import EngineConfig, SamplingParams, Speculation
     from ddtree.engine import Engine
 
     config = EngineConfig(
-        model=target, drafter=drafter, device="cuda", dtype=dtype, prefix_caching=False, max_model_len=2048
+        model=target,
+        drafter=drafter,
+        device="cuda",
+        dtype=dtype,
+        prefix_caching=False,
+        max_model_len=2048,
+        draft_pairwise=pairwise,
+        draft_vocab="full",
     )
     engine = Engine.load(config)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     for name, (mode, budget) in modes.items():
-        speculation = Speculation(mode=mode, tree_budget=budget, tree_top_k=8)
+        speculation = Speculation(mode=mode, tree_budget=budget, tree_top_k=8, tree_context="off")
         found = [engine.generate([ids], [params], speculation)[0] for ids in prompts]
         lengths = [generation.acceptance_length for generation in found]
         told = {"ids": [g.token_ids for g in found], "rounds": [g.rounds for g in found], "acceptance": lengths}
         if mode == "shadow-linear":
             told["tree"] = [g.shadow.tree_acceptance_length if g.shadow else None for g in found]
         yield name, told
+    del engine  # before another is loaded
+    gc.collect()
+    torch.cuda.empty_cache()
 
 
 def beside_ours(server: dict[str, Any], engine: dict[str, Any]) -> dict[str, Any]:

@@ -36,6 +36,7 @@ FIXED = {
     "metrics": ["--enable-metrics"],
     "eager": ["--cuda-graph-backend-decode", "disabled"],
     "nooverlap": ["--disable-overlap-schedule"],
+    "nopairwise": ["--speculative-ddtree-pairwise", "off"],  # trees by the candidates' own scores alone
 }
 ENVIRONMENT = {
     "nopdl": {"DDTREE_OVERLAP": "0"},  # our kernels without programmatic dependent launch
@@ -129,6 +130,13 @@ class Server:
         """What Prometheus would read."""
         with urllib.request.urlopen(self._url("/metrics"), timeout=20) as answer:
             return str(answer.read().decode())
+
+    def pairwise(self) -> str | None:
+        """Whether its trees go by the drafter's pairwise head, on or off; None: it grows none."""
+        if self.mode not in MODES:
+            return None
+        with urllib.request.urlopen(self._url("/server_info"), timeout=20) as answer:
+            return str(json.load(answer)["internal_states"][0]["ddtree"]["pairwise"])
 
     def healthy(self) -> bool:
         """Whether it answers."""

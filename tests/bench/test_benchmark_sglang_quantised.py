@@ -52,6 +52,14 @@ def test_the_verdict(script: Any, plain_s: float, tree_s: float | None, ok: bool
     assert not script.verdict(servers | {"linear": {"largest_regret": 0.0, "problem": "not up"}})
 
 
+def test_modifiers_are_flags_or_variables(script: Any, tmp_path: Path) -> None:
+    servers = import_module("sglang_servers")
+    words, gpus = servers.words_of("tree31@nopairwise@notails", servers.Settings("target", "drafter", tmp_path, []))
+    assert words[words.index("--speculative-ddtree-pairwise") + 1] == "off"
+    assert gpus == 1
+    assert servers.parts("tree31@nopairwise@notails") == ("tree", 31, ["nopairwise", "notails"])
+
+
 def test_an_unknown_name_is_told_before_any_server_starts(
     script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:

@@ -127,9 +127,14 @@ def test_states_that_are_no_numbers_leave_no_candidates(device: torch.device) ->
 
 
 def by_host(
-    log_q: torch.Tensor, scores: torch.Tensor, candidates: torch.Tensor, rows: Sequence[PlanRow], width: int
+    log_q: torch.Tensor,
+    scores: torch.Tensor,
+    candidates: torch.Tensor,
+    rows: Sequence[PlanRow],
+    width: int,
+    chained: bool,
 ) -> RoundState:
-    """What the engine lays, padded to `width` as lay pads a batch."""
+    """What the engine lays, padded to `width` as lay pads a batch. chained: by the pair scores, as the engine's are."""
     nodes, shown = [], []
     state = RoundState.allocate(len(rows), width, 63)
     state.member.fill_(True)
@@ -137,7 +142,7 @@ def by_host(
         known = Pair.of(scores[index, : max(row.depth - 1, 0), : row.ranks, : row.ranks])
         marginals = [depth[: row.ranks] for depth in log_q[index, : row.depth].tolist()]
         tree = best_first(marginals, row.budget, row.spine, pair=known) if row.tree else Nodes.root()
-        line = chain(row.depth, known) if row.chain else Nodes.root()
+        line = chain(row.depth, known if chained else None) if row.chain else Nodes.root()
         laid, on_chain = union(tree, line) if row.tree else (line, [0])
         nodes.append(laid)
         state.tree[index, : len(tree)] = True
@@ -155,21 +160,26 @@ def by_host(
 
 
 def check(
-    log_q: torch.Tensor, scores: torch.Tensor, rows: Sequence[PlanRow], width: int, device: torch.device
+    log_q: torch.Tensor,
+    scores: torch.Tensor,
+    rows: Sequence[PlanRow],
+    width: int,
+    device: torch.device,
+    chained: bool = True,
 ) -> RoundState:
     """Candidates beyond a sequence's ranks are missing in the scores that its rows are laid by."""
     batch, depth, ranks = log_q.shape
     candidates = torch.arange(batch * depth * ranks).view(batch, depth, ranks) * 7 + 1
     for index, row in enumerate(rows):
         scores[index, ..., row.ranks :] = MINUS
-    wanted = by_host(log_q, scores, candidates, rows, width)
+    wanted = by_host(log_q, scores, candidates, rows, width, chained)
     state = RoundState.allocate(batch, width + 3, depth, device)
     for name in ("tokens", "parents", "depths", "ancestors"):
         getattr(state, name).fill_(-77)
     state.tokens[:, 0] = wanted.tokens[:, 0] = 5
     lines = lines_of(log_q.to(device), scores.to(device))
     lines.edges[:, 0, 1:] = float("nan")  # nobody reads these
-    build(log_q.to(device), candidates.to(device), plan_of(rows, width, device), state, width, lines)
+    build(log_q.to(device), candidates.to(device), plan_of(rows, width, device), state, width, lines, chained)
     words = -(-width // 64)
     for name in ("tokens", "parents", "depths", "member", "tree"):
         assert torch.equal(getattr(state, name)[:, :width].cpu(), getattr(wanted, name)), name
@@ -217,6 +227,17 @@ def test_every_mode_in_one_batch(seed: int, device: torch.device) -> None:
     ]
     state = check(*draw(7, 9, 8, seed, ("spread", "ties", "holes")[seed % 3]), rows, full.rows, device)
     assert state.member[3].sum() == 10
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_a_chain_that_goes_by_the_marginals_beside_trees_that_do_not(seed: int, device: torch.device) -> None:
+    full = PlanRow(tree=True, chain=True, budget=15, ranks=8, depth=9)
+    rows = [full, PlanRow(chain=True, ranks=8, depth=9), PlanRow(tree=True, budget=24, ranks=8, depth=9)]
+    log_q, scores = draw(3, 9, 8, seed, "spread")
+    own = check(log_q, scores, rows, full.rows, device, chained=False)
+    assert not torch.equal(own.tokens, check(log_q, scores, rows, full.rows, device).tokens)
+    candidates = torch.arange(3 * 9 * 8, device=device).view(3, 9, 8) * 7 + 1
+    assert torch.equal(own.tokens[1, 1:10], candidates[1, :, 0])
 
 
 @pytest.mark.parametrize("value", [-0.0, 0.0, -0.5])

@@ -54,9 +54,10 @@ def test_one_rank(drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
     head = TopKHead(shard(weight, 0, VOCABULARY, padding=20), Ranks(1), BLOCK, RANKS, batch=3)
     assert head.batch == 3
     head(hidden)
-    log_q, tokens = head.read(BATCH)
-    assert torch.equal(tokens, wanted(weight, hidden).tokens)
-    assert torch.allclose(log_q, wanted(weight, hidden).log_q, atol=1e-5)
+    found = head.read(BATCH)
+    assert torch.equal(found.tokens, wanted(weight, hidden).tokens)
+    assert torch.allclose(found.log_q, wanted(weight, hidden).log_q, atol=1e-5)
+    assert torch.equal(found.states, hidden.view(BATCH, BLOCK, HIDDEN)[:, 1:])
 
 
 def test_every_rank_sees_the_same(drawn: tuple[torch.Tensor, torch.Tensor]) -> None:
@@ -71,9 +72,9 @@ def test_every_rank_sees_the_same(drawn: tuple[torch.Tensor, torch.Tensor]) -> N
     for head in heads:
         group.told = 0
         head(hidden)
-        log_q, tokens = head.read(BATCH)
-        assert torch.equal(tokens, wanted(weight, hidden).tokens)
-        assert torch.allclose(log_q, wanted(weight, hidden).log_q, atol=1e-5)
+        found = head.read(BATCH)
+        assert torch.equal(found.tokens, wanted(weight, hidden).tokens)
+        assert torch.allclose(found.log_q, wanted(weight, hidden).log_q, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ def value(words: list[str], flag: str) -> str | None:
 @pytest.mark.parametrize("card", [(9, 0), (10, 0), (12, 0)])
 @pytest.mark.parametrize("mode", ["tree", "shadow-linear"])
 def test_trees_need_a_backend_with_masks(mode: str, card: tuple[int, int]) -> None:
-    words = command(Launch("target", "drafter", mode, 15, 4, 2048), card, ["--port", "7"], BOTH)
+    words = command(Launch("target", "drafter", mode, 15, 4, 2048, "off"), card, ["--port", "7"], BOTH)
     assert words[:3] == [sys.executable, "-m", "sglang.launch_server"]
     flags = {
         "--model-path": "target",
@@ -28,6 +28,7 @@ def test_trees_need_a_backend_with_masks(mode: str, card: tuple[int, int]) -> No
         "--speculative-ddtree-mode": mode,
         "--speculative-ddtree-budget": "15",
         "--speculative-ddtree-top-k": "4",
+        "--speculative-ddtree-pairwise": "off",
         "--attention-backend": "triton",
         "--port": "7",
     }
@@ -68,6 +69,9 @@ def test_what_a_flag_is_set_to() -> None:
         ({"drafter": None}, "needs a drafter"),
         ({"drafter": "drafter", "mode": "bush"}, "unknown"),
         ({"drafter": "drafter", "budget": 300}, "from 1 to 255"),
+        ({"drafter": "drafter", "pairwise": "perhaps"}, "'perhaps' is unknown"),
+        ({"drafter": "drafter", "mode": "linear", "pairwise": "on"}, "mode linear has none"),
+        ({"drafter": None, "mode": "ar", "pairwise": "on"}, "draft_pairwise on needs a drafter, and mode ar has none"),
     ],
 )
 def test_refused(options: dict[str, object], message: str) -> None:

@@ -11,12 +11,12 @@ from ddtree.sglang.options import Options, add_flags, variable
 
 @pytest.fixture(autouse=True)
 def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("mode", "budget", "top_k"):
+    for name in ("mode", "budget", "top_k", "pairwise"):
         monkeypatch.setenv(variable(name), "")  # so that what a test sets goes again
 
 
 def test_defaults() -> None:
-    assert Options.read({}) == Options("tree", 31, 8)
+    assert Options.read({}) == Options("tree", 31, 8, "auto")
 
 
 def test_flags_reach_processes_by_the_environment() -> None:
@@ -31,10 +31,11 @@ def test_flags_reach_processes_by_the_environment() -> None:
             "--speculative-ddtree-budget=7",
             "--speculative-ddtree-top-k",
             "3",
+            "--speculative-ddtree-pairwise=on",
         ]
     )
     assert os.environ["DDTREE_SGLANG_BUDGET"] == "7"
-    assert Options.read() == Options("shadow-linear", 7, 3)
+    assert Options.read() == Options("shadow-linear", 7, 3, "on")
 
 
 @pytest.mark.parametrize(
@@ -44,6 +45,8 @@ def test_flags_reach_processes_by_the_environment() -> None:
         ({"DDTREE_SGLANG_BUDGET": "many"}, "--speculative-ddtree-budget .* whole number, not 'many'"),
         ({"DDTREE_SGLANG_BUDGET": "0"}, "from 1 to 255, not 0"),
         ({"DDTREE_SGLANG_TOP_K": "33"}, "from 1 to 32, not 33"),
+        ({"DDTREE_SGLANG_PAIRWISE": "yes"}, r"PAIRWISE\): 'yes' is unknown, choose one of auto, on, off"),
+        ({"DDTREE_SGLANG_PAIRWISE": "on", "DDTREE_SGLANG_MODE": "linear"}, "on is for trees, and mode linear has none"),
     ],
 )
 def test_refused(environment: dict[str, str], message: str) -> None:

@@ -1,67 +1,20 @@
 """What ends a round inside SGLang's graphs equals what ends it outside; padding and disarmed rounds keep nothing."""
 
-from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from sglang_rooms import BLOCK, LENGTHS, RUNNING, SIZE, VOCABULARY, Head, make_room, recorded, staged
 
 from ddtree import kernels
 from ddtree.errors import InvalidOption
 from ddtree.sglang import rows as lay
-from ddtree.sglang.adapters import ADAPTERS
 from ddtree.sglang.options import Options
 from ddtree.sglang.room import Room
-from ddtree.sglang.tails import VARIABLE, Growth, Keeping, wanted
+from ddtree.sglang.tails import VARIABLE, Growth, Keeping, grow, wanted
 
-BLOCK, VOCABULARY, CONTEXT, RUNNING, SIZE = 8, 50, 60, 2, 3
-LENGTHS, FEATURES = [7, 30, 0], 5
-
-
-class Head:
-    """Candidates that are there already."""
-
-    block = BLOCK
-
-    def __init__(self, device: torch.device, seed: int = 1) -> None:
-        generator = torch.Generator().manual_seed(seed)
-        log_q = (-torch.rand(SIZE, BLOCK - 1, 4, generator=generator) * 3).sort(-1, descending=True).values
-        self.log_q = log_q.to(device)
-        self.tokens = torch.rand(SIZE, BLOCK - 1, VOCABULARY, generator=generator).topk(4).indices.to(device)
-        self.seen: list[torch.Tensor] = []
-
-    def __call__(self, hidden: torch.Tensor) -> None:
-        self.seen.append(hidden)
-
-    def read(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.log_q[:size], self.tokens[:size]
-
-
-def make_room(device: torch.device, mode: str = "tree", backend: str = "triton", fits: int = SIZE) -> Room:
-    options = Options(mode, 15)
-    width = options.rows(BLOCK)
-    buffer = torch.full((SIZE * width * (CONTEXT + width),), 9, dtype=torch.uint8, device=device)
-    runner = SimpleNamespace(
-        server_args=SimpleNamespace(
-            get_attention_backends=lambda: (backend, backend), speculative_attention_mode="prefill"
-        ),
-        model_config=SimpleNamespace(context_len=CONTEXT),
-        attn_backend=SimpleNamespace(verify_mask=SimpleNamespace(buffer=buffer, fits=lambda size: size <= fits)),
-    )
-    usual = options.plan(None, BLOCK)
-    shape = {"width": width, "depth": BLOCK - 1, "usual": usual}
-    return Room(SimpleNamespace(model_runner=runner, device=device, sglang=ADAPTERS["0.5.17"], **shape), SIZE)
-
-
-def staged(room: Room, committed: int, more: int = 0) -> None:
-    """A round of two requests in a graph of three; the third has what an earlier round left."""
-    device = room.commits.device
-    table = torch.randperm(3 * 100, generator=torch.Generator().manual_seed(more)).view(3, 100).to(device) + 1
-    for size in (SIZE, RUNNING):
-        lengths = torch.tensor(LENGTHS[:size], device=device) + more
-        bonus, pool = torch.tensor([3, 4, 5][:size], device=device), torch.tensor([2, 0, 1][:size], device=device)
-        lay.stage(bonus, lengths, pool, table, room.state, room.view(size).block, 1, room.commits, committed)
+FEATURES = 5
 
 
 def own_logits(room: Room) -> torch.Tensor:
@@ -109,7 +62,7 @@ def test_growth(backend: str, fits: int, laid: set[int], device: torch.device) -
     assert growth.has_laid(SIZE, buffer) == bool(laid)
     assert not growth.has_laid(SIZE - 1, buffer)
     assert not growth.has_laid(SIZE, buffer.clone())
-    kernels.build(*head.read(SIZE), other.plan, other.state, other.width)
+    kernels.build(head.log_q, head.tokens, other.plan, other.state, other.width)
     assert torch.equal(room.state.tokens[:SIZE], other.state.tokens[:SIZE])
     assert torch.equal(room.state.ancestors[:SIZE], other.state.ancestors[:SIZE])
     now, apart = room.view(SIZE), other.view(SIZE)
@@ -124,7 +77,7 @@ def test_growth(backend: str, fits: int, laid: set[int], device: torch.device) -
 def test_keeping(mode: str, device: torch.device) -> None:
     room = make_room(device, mode)
     staged(room, RUNNING)
-    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
+    grow(Head(device).read(SIZE), None, room)
     logits, hidden = own_logits(room), torch.randn(SIZE * room.width, FEATURES, device=device)
     worker = Worker(room)
     keeping = Keeping(worker, mode != "tree", {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)})
@@ -169,7 +122,7 @@ def test_a_shadowed_request_in_a_server_of_trees(mode: str, shadowed: bool, ends
 def test_a_round_that_is_not_the_graphs_keeps_nothing_there(device: torch.device) -> None:
     room = make_room(device)
     staged(room, 0)
-    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
+    grow(Head(device).read(SIZE), None, room)
     worker = Worker(room)
     keeping = Keeping(worker, False, {SIZE: lay.Kept.allocate(SIZE, BLOCK, device)})
     hidden = torch.zeros(SIZE * room.width, 1, device=device)
@@ -184,7 +137,7 @@ def test_a_capture_between_rounds_moves_nothing(device: torch.device) -> None:
     """SGLang captures anew after an update of weights: the slots of the last round are still there."""
     room = make_room(device)
     staged(room, RUNNING)
-    kernels.build(*Head(device).read(SIZE), room.plan, room.state, room.width)
+    grow(Head(device).read(SIZE), None, room)
     worker = Worker(room)
     keeping = Keeping(worker, False)
     hidden = torch.zeros(SIZE * room.width, 1, device=device)
@@ -196,19 +149,6 @@ def test_a_capture_between_rounds_moves_nothing(device: torch.device) -> None:
     assert keeping.kept[SIZE] is first  # the graph's own
     assert not any(part.any() for moved in worker.moved for part in moved[:2])
     assert [one.tolist() for one in keeping.held[0]] == [[1.0] * 3]
-
-
-def recorded(step: Callable[[], None], device: torch.device) -> Callable[[], None]:
-    """A replay of its graph, where there are graphs."""
-    for _ in range(2):
-        step()
-    if device.type != "cuda":
-        return step
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        step()
-    replay: Callable[[], None] = graph.replay
-    return replay
 
 
 @pytest.mark.parametrize("mode", ["tree", "shadow-linear"])

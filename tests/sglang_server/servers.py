@@ -64,7 +64,14 @@ class Server:
 
     def metrics(self) -> str:
         """What Prometheus would read."""
-        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/metrics", timeout=ANSWER_S) as answer:
+        return self._read("/metrics")
+
+    def info(self) -> Any:
+        """Its options and its schedulers' state."""
+        return json.loads(self._read("/server_info"))
+
+    def _read(self, path: str) -> str:
+        with urllib.request.urlopen(f"http://127.0.0.1:{self.port}{path}", timeout=ANSWER_S) as answer:
             return str(answer.read().decode())
 
 

@@ -38,6 +38,7 @@ def serve_sglang(
     mode: opt.Mode = "tree",
     tree_budget: Annotated[int, typer.Option("--tree-budget", help=BUDGET)] = 31,
     tree_top_k: Annotated[int, typer.Option("--tree-top-k", help=TOP_K)] = 8,
+    draft_pairwise: opt.DraftPairwise = opt.ENGINE.draft_pairwise,
     max_model_len: opt.MaxModelLen = opt.ENGINE.max_model_len,
     print_command: Annotated[bool, typer.Option("--print-command", help=PRINT)] = False,
     doctor: Annotated[bool, typer.Option("--doctor/--no-doctor", help=LOOK)] = True,
@@ -54,7 +55,7 @@ def serve_sglang(
         found = None
     elif drafter == "auto":
         found = str(resolve_drafter(drafter, model))
-    wanted = launch.Launch(target, found, mode, tree_budget, tree_top_k, context=max_model_len)
+    wanted = launch.Launch(target, found, mode, tree_budget, tree_top_k, max_model_len, draft_pairwise)
     words = launch.command(wanted, _card(), context.args, launch.installed_grammars())
     if print_command:
         typer.echo(shlex.join(words))

@@ -14,7 +14,7 @@ import os
 from dataclasses import dataclass, fields, replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -34,6 +34,8 @@ _LEAST = 1e-6  # the part of the mass that candidates never hold: a certain dept
 @dataclass(frozen=True)
 class PairwiseHead:
     """Factors of W tokens and rank r, in float32. Tokens that it does not know have zero rows, and change nothing."""
+
+    FILE: ClassVar[str] = PAIRWISE  # its name in a drafter's folder
 
     token_ids: Tensor  # [W] int64, ascending
     before: Tensor  # U [W + 1, r]: of the token before; the last row is 0

@@ -63,7 +63,13 @@ class Lines:
 
 
 def build(
-    log_q: Tensor, candidates: Tensor, plan: Plan, state: RoundState, width: int, lines: Lines | None = None
+    log_q: Tensor,
+    candidates: Tensor,
+    plan: Plan,
+    state: RoundState,
+    width: int,
+    lines: Lines | None = None,
+    chained: bool = True,
 ) -> None:
     """Lay the rows of every sequence into `state`, padded to `width`; the roots' tokens stay as they are.
 
@@ -75,6 +81,7 @@ def build(
             member: the chain where a sequence verifies both, else every row, padding too. tree: the tree's rows.
         width: N, static: 1 to 256.
         lines: pair scores, in the stead of log_q.
+        chained: a chain goes by the lines too; otherwise it takes the best of each depth, as without lines.
     Order: score, depth, path of places (without lines: of ranks); a score is one float32 addition to its parent's.
     Raises ValueError for shapes out of range (D up to 63, K up to 32).
     No heap: every laid row holds one candidate in its lane, and two maxima over the lanes (of one warp) find the best.
@@ -102,6 +109,7 @@ def build(
         block=block,
         words=words,
         paired=lines is not None,
+        chained=chained and lines is not None,
         num_warps=max(block // 128, 1),  # more rows do not fit into the registers of one
         **overlap(log_q.device),
     )

@@ -73,11 +73,13 @@ def build(
     block: tl.constexpr,
     words: tl.constexpr,
     paired: tl.constexpr,
+    chained: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The spine, the best-first tree behind it, the rest of the chain behind that; then the tensors of the rows.
 
     edges: log_q, [D, K] each; with `paired` lines of scores [D, K, K], and places the ranks of each line: see pair.py.
+    chained: the chain goes by the lines too; else by the first rank of every depth.
     """
     follow(overlap)
     batch = tl.program_id(0).to(tl.int64)
@@ -147,7 +149,7 @@ def build(
     tip = tl.full([], 0, tl.int32)
     reach = reach * (with_chain != 0)
     while d <= reach:
-        if paired:
+        if chained:
             tip = tl.load(places + _at(d - 1, tip, ranks, paired)).to(tl.int32)
         found = tl.max(tl.where((parent == row) & (rank == tip) & (node > 0) & (node < count), node, -1), 0)
         new = (node == count) & (found < 0)

@@ -84,12 +84,13 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             _check(server_args)
             server_args.speculative_eagle_topk = 2  # above 1, recurrent layers keep a state for every row of a tree
         logger.info(
-            "DDTREE: mode %s, %d rows a request, block %d, budget %d, top-k %d",
+            "DDTREE: mode %s, %d rows a request, block %d, budget %d, top-k %d, pairwise %s",
             options.mode,
             server_args.speculative_num_draft_tokens,
             block,
             options.budget,
             options.top_k,
+            options.pairwise,
         )
 
 

@@ -1,5 +1,6 @@
 """The drafter's head: the target's own, read for the best few tokens of every depth. Runs in the draft graph."""
 
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -7,6 +8,14 @@ from torch import Tensor
 
 from ddtree.errors import UnsupportedModel
 from ddtree.kernels.select import select
+from ddtree.tree import Proposal
+
+
+@dataclass(frozen=True, kw_only=True)
+class Drafted(Proposal):
+    """The candidates of B requests, and the drafter's last hidden states, which they were read from."""
+
+    states: Tensor  # [B, D, H]
 
 
 class TopKHead:
@@ -24,7 +33,8 @@ class TopKHead:
         self.group, self.block, self.ranks = group, block, min(ranks, self.weight.shape[0])
         device, depths = self.weight.device, batch * (block - 1)
         self.log_q = torch.empty((depths, self.ranks), dtype=torch.float32, device=device)
-        self.tokens = torch.empty((depths, self.ranks), dtype=torch.int64, device=device)
+        self.tokens = torch.zeros((depths, self.ranks), dtype=torch.int64, device=device)
+        self.states = torch.zeros((depths, self.weight.shape[1]), dtype=self.weight.dtype, device=device)
 
     @property
     def batch(self) -> int:
@@ -33,10 +43,11 @@ class TopKHead:
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> None:
         """hidden: [B * block, H], the block's first row of each request is the root's. input_ids: SGLang's, unused."""
-        drafted = hidden.view(-1, self.block, hidden.shape[-1])[:, 1:].reshape(-1, hidden.shape[-1])
-        logits = drafted.to(self.weight.dtype) @ self.weight.T
-        found = select(logits, self.ranks)
-        rows = len(logits)
+        blocks = hidden.view(-1, self.block, hidden.shape[-1])
+        rows = blocks.shape[0] * (self.block - 1)
+        states = self.states[:rows]
+        states.view(-1, self.block - 1, states.shape[1]).copy_(blocks[:, 1:])
+        found = select(states @ self.weight.T, self.ranks)
         if self.group.world_size == 1:
             self.log_q[:rows].copy_(found.log_q)
             self.tokens[:rows].copy_(found.ids)
@@ -49,11 +60,13 @@ class TopKHead:
         self.log_q[:rows].copy_((best - norm[:, None]).clamp_(max=0.0))
         self.tokens[:rows].copy_(ids.gather(1, place))
 
-    def read(self, batch: int) -> tuple[Tensor, Tensor]:
-        """log_q and tokens, [B, D, K], of the last call."""
+    def read(self, batch: int) -> Drafted:
+        """What the last call found."""
         depths = self.block - 1
-        rows = batch * depths
-        return self.log_q[:rows].view(batch, depths, -1), self.tokens[:rows].view(batch, depths, -1)
+        log_q, tokens, states = (
+            part[: batch * depths].view(batch, depths, -1) for part in (self.log_q, self.tokens, self.states)
+        )
+        return Drafted(tokens=tokens, log_q=log_q, states=states)
 
     def _gathered(self, part: Tensor) -> Tensor:
         whole = part.new_empty((self.group.world_size * part.shape[0], *part.shape[1:]))

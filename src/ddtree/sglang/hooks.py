@@ -1,6 +1,7 @@
 """The few places where stock SGLang asks for the algorithm by another way than its registry."""
 
 import logging
+from dataclasses import asdict
 from typing import Any
 
 from ddtree.sglang import metrics
@@ -85,6 +86,14 @@ def count_rounds(result: Any, reporter: Any, bs: int, num_correct_drafts: int, *
     """After SGLang has counted a batch's rounds: count them beside it."""
     if reporter.enable_metrics and _is_algorithm(reporter.scheduler.spec_algorithm):
         metrics.count(bs, num_correct_drafts, int(named.get("num_cap_tokens", 0)))
+
+
+def tell_state(result: Any, scheduler: Any, *rest: Any, **named: Any) -> None:
+    """After the scheduler has told what /server_info shows: the options, and whether trees go by a pairwise head."""
+    if _is_algorithm(scheduler.spec_algorithm):
+        pairs = getattr(scheduler.draft_worker, "pairs", None)  # a linear server's worker is stock's
+        options = asdict(Options.read()) | {"pairwise": "off" if pairs is None else "on"}
+        result.internal_state["ddtree"] = options
 
 
 def _dummy(width: int, mask: Any) -> Any:

@@ -23,10 +23,14 @@ class Launch:
     budget: int = Options.budget
     top_k: int = Options.top_k
     context: int | None = None
+    pairwise: str = Options.pairwise
 
     def __post_init__(self) -> None:
-        if self.mode != "ar":
-            Options(self.mode, self.budget, self.top_k)  # refuses what it does not know
+        if self.mode == "ar":
+            if self.pairwise == "on":
+                raise InvalidOption("draft_pairwise on needs a drafter, and mode ar has none: leave it at auto")
+        else:
+            Options(self.mode, self.budget, self.top_k, self.pairwise)  # refuses what it does not know
             if self.drafter is None:
                 raise InvalidOption(f"mode {self.mode} needs a drafter: --drafter FOLDER_OR_HUB_ID", param="mode")
 
@@ -46,6 +50,7 @@ def command(launch: Launch, card: tuple[int, int], passed: Sequence[str], gramma
         words += ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(launch.drafter)]
         words += ["--speculative-ddtree-mode", launch.mode]
         words += ["--speculative-ddtree-budget", str(launch.budget), "--speculative-ddtree-top-k", str(launch.top_k)]
+        words += ["--speculative-ddtree-pairwise", launch.pairwise]
     trees = launch.mode in ("tree", "shadow-linear")
     # fa3 and trtllm take no mask of a tree; and trtllm's kernels are for SM100 and SM103, not for SM120.
     if (trees or card >= SM120) and not _named(passed, "--attention-backend"):

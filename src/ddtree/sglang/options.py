@@ -11,12 +11,16 @@ from ddtree.kernels import PlanRow
 from ddtree.kernels.build import MOST_DEPTHS, MOST_RANKS, MOST_ROWS
 
 MODES = ("linear", "shadow-linear", "tree")
+PAIRWISE = ("auto", "on", "off")
+TEXTS = ("mode", "pairwise")  # options that are no number
 REQUEST_FIELDS = ("ddtree_mode", "ddtree_budget")  # keys of a request's custom_params
 HELP = {
     "mode": "DDTREE: linear is SGLang's own DFLASH chain; tree verifies a draft tree; shadow-linear verifies both, "
     "commits the chain and counts what the tree would have accepted. Default: tree.",
     "budget": "DDTREE: nodes of the tree, the root not counted. Default: 31.",
     "top_k": "DDTREE: candidate tokens per depth that the tree may use. Default: 8.",
+    "pairwise": "DDTREE: whether trees go by the pairwise head of the drafter's folder: auto, if it has one; on, and a "
+    "drafter without one is refused; off. A chain never does. Default: auto.",
 }
 
 
@@ -27,14 +31,21 @@ class Options:
     mode: str = "tree"
     budget: int = 31  # nodes without the root; 31 + 1 rows fill a tile
     top_k: int = 8
+    pairwise: str = "auto"  # what it is asked to be; the worker's `pairs` are what it is
 
     def __post_init__(self) -> None:
         if self.mode not in MODES:
-            raise InvalidOption(f"{_names('mode')}: {self.mode!r} is unknown, choose one of {', '.join(MODES)}")
+            raise InvalidOption(f"{told('mode')}: {self.mode!r} is unknown, choose one of {', '.join(MODES)}")
+        if self.pairwise not in PAIRWISE:
+            raise InvalidOption(
+                f"{told('pairwise')}: {self.pairwise!r} is unknown, choose one of {', '.join(PAIRWISE)}"
+            )
+        if self.pairwise == "on" and self.mode == "linear":
+            raise InvalidOption(f"{told('pairwise')} on is for trees, and mode linear has none: leave it at auto")
         for name, most in (("budget", MOST_ROWS - 1), ("top_k", MOST_RANKS)):
             value = getattr(self, name)
             if not 1 <= value <= most:
-                raise InvalidOption(f"{_names(name)} must be from 1 to {most}, not {value}")
+                raise InvalidOption(f"{told(name)} must be from 1 to {most}, not {value}")
 
     @classmethod
     def read(cls, environment: Mapping[str, str] = os.environ) -> "Options":
@@ -43,7 +54,7 @@ class Options:
         for name in HELP:
             text = environment.get(variable(name), "")
             if text:
-                found[name] = text if name == "mode" else _whole(name, text)
+                found[name] = text if name in TEXTS else _whole(name, text)
         return cls(**found)
 
     def rows(self, block: int) -> int:
@@ -55,7 +66,7 @@ class Options:
         if block - 1 > MOST_DEPTHS or rows > MOST_ROWS:
             raise InvalidOption(
                 f"a block of {block} and a budget of {self.budget} make {rows} rows of {block - 1} depths; at most "
-                f"{MOST_ROWS} and {MOST_DEPTHS} can be verified: lower {_names('budget')}"
+                f"{MOST_ROWS} and {MOST_DEPTHS} can be verified: lower {told('budget')}"
             )
         return rows
 
@@ -87,7 +98,7 @@ class Options:
             return (
                 None
                 if (custom or {}).get("ddtree_mode") == "linear"
-                else (f"this server was started with {_names('mode')} linear: requests cannot ask for trees")
+                else (f"this server was started with {told('mode')} linear: requests cannot ask for trees")
             )
         try:
             self.plan(custom, block)
@@ -106,6 +117,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(_flag("mode"), choices=MODES, action=_ToEnvironment, help=HELP["mode"])
     for name in ("budget", "top_k"):
         parser.add_argument(_flag(name), type=int, action=_ToEnvironment, help=HELP[name])
+    parser.add_argument(_flag("pairwise"), choices=PAIRWISE, action=_ToEnvironment, help=HELP["pairwise"])
 
 
 class _ToEnvironment(argparse.Action):
@@ -120,7 +132,8 @@ def _flag(name: str) -> str:
     return f"--speculative-ddtree-{name.replace('_', '-')}"
 
 
-def _names(name: str) -> str:
+def told(name: str) -> str:
+    """An option as messages call it."""
     return f"{_flag(name)} (${variable(name)})"
 
 
@@ -128,4 +141,4 @@ def _whole(name: str, text: str) -> int:
     try:
         return int(text)
     except ValueError:
-        raise InvalidOption(f"{_names(name)} must be a whole number, not {text!r}") from None
+        raise InvalidOption(f"{told(name)} must be a whole number, not {text!r}") from None

@@ -54,6 +54,7 @@ HOOKS = (
         "AFTER",
     ),
     ("managers.scheduler.validate_dflash_request", hooks.refuse_request, "AROUND"),
+    ("managers.scheduler.Scheduler.get_internal_state", hooks.tell_state, "AFTER"),
 )
 
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ddtree import kernels
 from ddtree.errors import InvalidOption
 from ddtree.sglang import rows as lay
-from ddtree.sglang.head import TopKHead
+from ddtree.sglang.head import Drafted, TopKHead
+from ddtree.sglang.pairwise import Pairs
 from ddtree.sglang.room import Room
 from ddtree.sglang.rows import Kept
 
@@ -30,12 +31,22 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
     return text == "1"
 
 
+def grow(drafted: Drafted, pairs: Pairs | None, room: Room) -> None:
+    """Lay the rows of every request. pairs: what trees go by beside the candidates' own scores, where there is a head.
+
+    Chains are stock DFLASH's, the best token of every depth, whatever pairs say.
+    """
+    lines = None if pairs is None else pairs.lines(drafted, room.plan)
+    kernels.build(drafted.log_q, drafted.tokens, room.plan, room.state, room.width, lines, chained=False)
+
+
 @dataclass
 class Growth:
-    """Behind the drafter: its head, the rows, their links and their mask. Stands in for SGLang's greedy sampler."""
+    """Behind the drafter: its heads, the rows, their links and their mask. Stands in for SGLang's greedy sampler."""
 
     head: TopKHead
     room: Room
+    pairs: Pairs | None = None
     laid: dict[int, Tensor] = field(default_factory=dict)  # by a graph's requests: the mask that it writes, if it does
 
     def __call__(self, hidden: Tensor, input_ids: Tensor | None = None) -> None:
@@ -46,7 +57,7 @@ class Growth:
     def grow(self, size: int) -> None:
         """From the head's candidates of `size` requests; those behind the running ones have rows that nobody reads."""
         room = self.room
-        kernels.build(*self.head.read(size), room.plan, room.state, room.width)
+        grow(self.head.read(size), self.pairs, room)
         mask = room.mask.graphs(size)
         if mask is not None:
             now = room.view(size)

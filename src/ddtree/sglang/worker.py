@@ -24,8 +24,9 @@ from ddtree.sglang import metrics, tails
 from ddtree.sglang import rows as lay
 from ddtree.sglang.adapters import adapter
 from ddtree.sglang.choose import adjust, choose, takes_argmax
-from ddtree.sglang.head import TopKHead, plain_weight
+from ddtree.sglang.head import Drafted, TopKHead, plain_weight
 from ddtree.sglang.options import Options
+from ddtree.sglang.pairwise import Pairs, load
 from ddtree.sglang.penalties import Penalties
 from ddtree.sglang.room import Room, View
 from ddtree.sglang.stages import StageClock
@@ -45,7 +46,12 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.server_args = server_args
         self.width, self.depth = self.options.rows(block), block - 1
         self.group = get_tp_group()
-        plain_weight(getattr(self.model_runner.model, "lm_head", None), self.group.world_size)  # or refuse it now
+        # What cannot be had is refused now.
+        weight, _ = plain_weight(getattr(self.model_runner.model, "lm_head", None), self.group.world_size)
+        cache = self.sglang.setting(server_args, "download_dir")
+        drafter, vocab_size = self.draft_model_runner.model_config, self.model_runner.model_config.vocab_size
+        paired = load(self.options.pairwise, drafter, vocab_size, cache)
+        self.pairs = None if paired is None else Pairs(paired, weight, self.group)
         counted = self.sglang.setting(server_args, "enable_metrics")
         self.clock = StageClock(self.device, metrics.count_stage if counted else None)
         self._head: TopKHead | None = None
@@ -83,7 +89,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         if stock is None:
             return None
         head = self._make_head(stock.out.shape[0] // self.depth)
-        return head if self._keeping is None else Growth(head, self.graph_room())
+        return head if self._keeping is None else Growth(head, self.graph_room(), self.pairs)
 
     def forward_batch_generation(self, batch: Any, *rest: Any, **named: Any) -> Any:
         """Stock for prefill and idle batches, else one round."""
@@ -115,7 +121,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         proposal = self.propose(batch, now.block)
         clock.mark("draft")
         if proposal is not None:
-            kernels.build(*proposal, room.plan, room.state, self.width)
+            tails.grow(proposal, self.pairs, room)
         output, graph, forward, mask = self._verify(batch, room, now, proposal is None, grammar_barrier)
         clock.mark("verify")
         if keeping is not None and graph:  # which has moved it all
@@ -143,11 +149,8 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
             extra_keep_alive_refs=[forward],
         )
 
-    def propose(self, batch: Any, block: lay.Block) -> tuple[Tensor, Tensor] | None:
-        """The drafter's candidates: log_q [B, D, K] float32 and tokens [B, D, K] int64.
-
-        None where the draft graph has already grown the rows from them.
-        """
+    def propose(self, batch: Any, block: lay.Block) -> Drafted | None:
+        """The drafter's candidates; None where the draft graph has already grown the rows from them."""
         size, embeds = len(block.ids), self.sglang.embed(self, block.ids)
         lengths, total = self._bounds(batch, self.block_size)
         forward = ForwardBatch(

@@ -5,6 +5,7 @@ And a drafter that follows a script, since random weights are never right.
 
 import json
 import os
+from dataclasses import replace
 from types import SimpleNamespace
 
 import torch
@@ -149,9 +150,10 @@ def murmur(original, seed, positions, columns):
 
 def propose(original, self, batch, block):
     """The drafter's own candidates, written down; then the script's."""
-    _, tokens = original(self, batch, block)
-    write_down(batch, tokens[:, :, 0])
-    return scripted(batch, *tokens.shape[1:])
+    drafted = original(self, batch, block)
+    write_down(batch, drafted.tokens[:, :, 0])
+    log_q, tokens = scripted(batch, *drafted.tokens.shape[1:])
+    return replace(drafted, log_q=log_q, tokens=tokens)
 
 
 def padded(size):
@@ -172,12 +174,13 @@ def grow(original, self, batch, block):
     """As `propose`; the tail of the draft graph then grows the rows, for as many requests as its graph would have."""
     from ddtree.sglang.tails import Growth
 
-    log_q, tokens = propose(original, self, batch, block)
+    drafted = propose(original, self, batch, block)
     if self._draft_sampler is None:
-        self._draft_sampler = Growth(self._make_head(GRAPH_SIZES[-1]), self._graphs)
-    head, rows = self._draft_sampler.head, log_q.shape[0] * log_q.shape[1]
-    head.log_q[:rows], head.tokens[:rows] = log_q.flatten(0, 1), tokens.flatten(0, 1)
-    self._draft_sampler.last = padded(len(log_q))
+        self._draft_sampler = Growth(self._make_head(GRAPH_SIZES[-1]), self._graphs, self.pairs)
+    head, (size, depths, _) = self._draft_sampler.head, drafted.log_q.shape
+    for name in ("log_q", "tokens", "states"):
+        getattr(head, name)[: size * depths] = getattr(drafted, name).flatten(0, 1)
+    self._draft_sampler.last = padded(size)
     self._draft_sampler.grow(self._draft_sampler.last)
 
 
