@@ -25,7 +25,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_command(ddtree: Command, engine: list[str]) -> None:
     ran = ddtree(
         "serve", "--model", "some/target", *engine, "--drafter", "/a/drafter", "--mode", "shadow-linear",
-        "--tree-budget", "8", "--max-model-len", "512", "--print-command",
+        "--tree-budget", "8", "--draft-pairwise", "on", "--max-model-len", "512", "--print-command",
         "--tp-size", "2", "--host", "::1", "--trust-remote-code",
     )  # fmt: skip
     assert ran.code == 0, ran.err
@@ -35,6 +35,7 @@ def test_command(ddtree: Command, engine: list[str]) -> None:
     assert told["--speculative-draft-model-path"] == "/a/drafter"
     assert told["--speculative-ddtree-mode"] == "shadow-linear"
     assert told["--speculative-ddtree-budget"] == "8"
+    assert told["--speculative-ddtree-pairwise"] == "on"
     assert told["--context-length"] == "512"
     assert words[-5:] == ["--tp-size", "2", "--host", "::1", "--trust-remote-code"]
     assert "--model" not in words

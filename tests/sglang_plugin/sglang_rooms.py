@@ -12,7 +12,7 @@ from ddtree.sglang.options import Options
 from ddtree.sglang.room import Room
 
 BLOCK, VOCABULARY, CONTEXT, RUNNING, SIZE = 8, 50, 60, 2, 3
-LENGTHS, HIDDEN = [7, 30, 0], 4
+LENGTHS, HIDDEN = [7, 30, 0], 16
 
 
 class Head:
@@ -20,12 +20,12 @@ class Head:
 
     block = BLOCK
 
-    def __init__(self, device: torch.device, seed: int = 1) -> None:
+    def __init__(self, device: torch.device, seed: int = 1, dtype: torch.dtype = torch.float32) -> None:
         generator = torch.Generator().manual_seed(seed)
         log_q = (-torch.rand(SIZE, BLOCK - 1, 4, generator=generator) * 3).sort(-1, descending=True).values
         self.log_q = log_q.to(device)
         self.tokens = torch.rand(SIZE, BLOCK - 1, VOCABULARY, generator=generator).topk(4).indices.to(device)
-        self.states = torch.randn(SIZE, BLOCK - 1, HIDDEN, generator=generator).to(device)
+        self.states = torch.randn(SIZE, BLOCK - 1, HIDDEN, generator=generator).to(device, dtype)
         self.seen: list[torch.Tensor] = []
 
     def __call__(self, hidden: torch.Tensor) -> None:

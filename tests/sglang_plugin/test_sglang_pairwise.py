@@ -101,8 +101,7 @@ def test_trees_go_by_the_pairs_and_chains_do_not(mode: str, gated: bool, device:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_the_lines_are_the_heads(dtype: torch.dtype, device: torch.device) -> None:
-    room, drafted = make_room(device), Head(device).read(SIZE)
-    drafted = Drafted(tokens=drafted.tokens, log_q=drafted.log_q, states=drafted.states.to(dtype))
+    room, drafted = make_room(device), Head(device, dtype=dtype).read(SIZE)
     lines = make_pairs(device, dtype=dtype).lines(drafted, room.plan)
     scores = make_head().to(device).pair(drafted.states.float(), drafted.tokens, drafted.log_q)
     wanted = kernels.lines_of(drafted.log_q, scores)
@@ -111,18 +110,19 @@ def test_the_lines_are_the_heads(dtype: torch.dtype, device: torch.device) -> No
     )
 
 
-def test_a_graph_with_pairs_follows_what_is_staged(device: torch.device) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_a_graph_with_pairs_follows_what_is_staged(dtype: torch.dtype, device: torch.device) -> None:
     """Two rounds of one graph, each beside the same round without it."""
-    room, head, pairs, said = make_room(device), Head(device), make_pairs(device), []
+    room, head, pairs, said = make_room(device), Head(device, dtype=dtype), make_pairs(device, dtype=dtype), []
     growth = Growth(head, room, pairs)
     replay = recorded(lambda: growth.grow(SIZE), device)
     for seed in (4, 5):
-        other, apart = Head(device, seed), make_room(device)
+        other, apart = Head(device, seed, dtype), make_room(device)
         for name in ("log_q", "tokens", "states"):
             getattr(head, name).copy_(getattr(other, name))
         for one in (room, apart):
             staged(one, 0, seed)
-        grow(other.read(SIZE), make_pairs(device), apart)
+        grow(other.read(SIZE), pairs, apart)
         replay()
         for name in ("tokens", "parents", "depths", "ancestors"):
             assert torch.equal(getattr(room.state, name)[:SIZE], getattr(apart.state, name)[:SIZE]), name
@@ -189,7 +189,7 @@ def test_a_folder_that_has_none(folder: Path, caplog: pytest.LogCaptureFixture) 
     ("made", "message"),
     [
         (lambda: make_head(vocabulary=VOCABULARY + 9), r"a vocabulary of 59 tokens, the target has 50"),
-        (lambda: make_head(hidden=HIDDEN + 1), r"hidden_size 5, the drafter's is 4"),
+        (lambda: make_head(hidden=HIDDEN + 1), rf"hidden_size {HIDDEN + 1}, the drafter's is {HIDDEN}"),
         (lambda: PairwiseHead(**vars(make_head()) | {"drafter": "another"}), "another drafter's mark"),
     ],
 )

@@ -177,6 +177,23 @@ def test_recurrent_states_have_the_type_of_the_model(
     _check_recurrent(None)
 
 
+@pytest.mark.parametrize("tails", [True, False])
+def test_what_is_captured_into_the_draft_graph(tails: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt.speculative.dflash_worker_v2 import DFlashWorkerV2
+
+    from ddtree.sglang.tails import Growth
+    from ddtree.sglang.worker import DDTreeWorker
+
+    sampler = SimpleNamespace(out=torch.zeros(2 * 7))  # of two requests
+    monkeypatch.setattr(DFlashWorkerV2, "_maybe_build_draft_sampler", lambda self: sampler)
+    monkeypatch.setattr(DDTreeWorker, "_make_head", lambda self, batch: ("head", batch))
+    monkeypatch.setattr(DDTreeWorker, "graph_room", lambda self: "room")
+    worker = object.__new__(DDTreeWorker)
+    worker.depth, worker.pairs, worker._keeping = 7, object(), object() if tails else None
+    found = worker._maybe_build_draft_sampler()
+    assert found == (Growth(("head", 2), "room", worker.pairs) if tails else ("head", 2))
+
+
 REFUSED = [  # argument, its value, what is said
     ("attention_backend", "fa3", "not fa3: add --attention-backend triton"),
     ("page_size", 16, "the page size is 16: add --page-size 1"),
