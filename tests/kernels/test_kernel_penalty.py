@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from graph_engines import LONG, only_long
 
 from ddtree.config import SamplingParams
 from ddtree.engine.history import DeviceHistories, History
@@ -139,7 +140,7 @@ def poisoned(empty):
     return make
 
 
-@pytest.mark.parametrize("vocab", [7, 64, 101, 1003])
+@pytest.mark.parametrize("vocab", [7, 101, pytest.param(64, marks=LONG), pytest.param(1003, marks=LONG)])
 def test_equals_the_histories(vocab: int, device: torch.device) -> None:
     """Of sequences with penalties, biases, both and neither, in one batch; odd sizes, several segments."""
     made = sequences(MIXED, vocab, device, seed=vocab)
@@ -147,13 +148,16 @@ def test_equals_the_histories(vocab: int, device: torch.device) -> None:
     assert max(count for rows in made.rows for path in rows.paths() for count in path.values()) > 1
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, *(pytest.param(t, marks=LONG) for t in (torch.half, torch.double))])
 def test_other_dtypes_are_worked_out_in_float64(dtype: torch.dtype, device: torch.device) -> None:
     made = sequences([ALL, PLAIN, FREQUENCY, BIASED], 203, device, seed=3)
     check(made, logits_of((4, 9, 203), device, dtype))
 
 
-@pytest.mark.parametrize(("width", "depth"), [(1, 0), (1, 4), (64, 15), (65, 9), (130, 7)])
+@pytest.mark.parametrize(("width", "depth"), [
+    (1, 0), pytest.param(1, 4, marks=LONG), pytest.param(64, 15, marks=LONG), (65, 9),
+    pytest.param(130, 7, marks=LONG),
+])  # fmt: skip
 def test_every_shape_of_rows(width: int, depth: int, device: torch.device) -> None:
     """Plain decoding, a word of ancestors, and more than one."""
     made = sequences([ALL, REPETITION], 97, device, width, depth, seed=width)
@@ -227,6 +231,7 @@ def test_a_slot_s_next_sequence_has_its_own_history(device: torch.device) -> Non
     assert torch.equal(store.store.words, expected.words)
 
 
+@only_long
 @pytest.mark.parametrize("vocab", [61, 1003])
 @pytest.mark.parametrize("filters", [{}, {"top_p": 0.7}, {"top_k": 5, "top_p": 0.9}, {"min_p": 0.1}], ids=str)
 def test_tokens_are_chosen_by_changed_logits(filters: dict[str, float], vocab: int, device: torch.device) -> None:
