@@ -13,7 +13,8 @@ from ddtree.kernels.backend import jit, overlap, power_of_two
 from ddtree.tree import RoundState, Rows
 
 BIASED, SEEN, ONCE = 1, 2, 4  # of a word: has a bias; prompt or output has the token; the output has it once more
-BLOCK = 1024  # columns of a program, a power of two
+BLOCK = 1024  # columns that a program looks at together, a power of two
+PROGRAMS = 512  # of a launch, about what a large card runs at once: they end quickly where nothing is changed
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,14 @@ class Changed:
 
 
 def penalize(
-    logits: Tensor, rows: Rows, depth: int, slots: Tensor, penalties: Penalties, store: HistoryStore, block: int = BLOCK
+    logits: Tensor,
+    rows: Rows,
+    depth: int,
+    slots: Tensor,
+    penalties: Penalties,
+    store: HistoryStore,
+    block: int = BLOCK,
+    programs: int = PROGRAMS,
 ) -> Changed:
     """Each row's logits, changed by its sequence's history and by the tokens of its own path, in one launch.
 
@@ -114,7 +122,7 @@ def penalize(
         rows: of the round, N each; the root is in the history already, and padding has no path.
         depth: the deepest a row can be.
         slots: [B] int64, where in `store` the sequences' histories are.
-        block: columns of a program; it changes the time alone.
+        block, programs: see BLOCK and PROGRAMS; they change the time alone.
     Programs of sequences that change nothing end at their first load.
     Raises ValueError for strides and sizes that do not fit.
     """
@@ -127,11 +135,13 @@ def penalize(
     if store.words.shape[1] != columns:
         raise ValueError(f"histories of {store.words.shape[1]} tokens: the logits have {columns}")
     scores = torch.empty((batch, n, columns), dtype=torch.float32, device=logits.device)
-    jit("penalty").penalize[-(-columns // block), n, batch](
+    segments = -(-columns // block)
+    each = -(-segments // max(1, programs // (n * batch)))  # segments of a program
+    jit("penalty").penalize[-(-segments // each), n, batch](
         logits, logits.stride(0), logits.stride(1), tokens, depths, ancestors,
         tokens.stride(0), ancestors.stride(0), ancestors.stride(1), ancestors.stride(2),
         slots, penalties.active.view(torch.uint8), penalties.numbers, store.words, store.biases, scores,
-        n, columns, block=block, node_block=power_of_two(n), depth_block=power_of_two(depth) if depth else 0,
+        n, columns, each, block=block, node_block=power_of_two(n), depth_block=power_of_two(depth) if depth else 0,
         # A product and a sum in one would be rounded once, where the reference rounds twice.
         enable_fp_fusion=False, num_warps=4, **overlap(logits.device),
     )  # fmt: skip

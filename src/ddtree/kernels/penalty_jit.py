@@ -21,7 +21,7 @@ def _changed(x, word, bias, repetition, frequency, presence):
     return tl.where(tl.abs(value) < float("inf"), held, value).to(tl.float32)
 
 
-@triton.jit(do_not_specialize=["pitch", "pitch_batch_words", "pitch_row_words", "pitch_words", "rows"])
+@triton.jit(do_not_specialize=["pitch", "pitch_batch_words", "pitch_row_words", "pitch_words", "rows", "each"])
 def penalize(
     logits,
     pitch_batch,
@@ -41,14 +41,15 @@ def penalize(
     changed,
     rows,
     columns,
+    each,
     block: tl.constexpr,
     node_block: tl.constexpr,
     depth_block: tl.constexpr,
     overlap: tl.constexpr,
 ):
-    """One segment of one row; nothing where the row's request changes no logit."""
+    """A few segments of one row; nothing where the row's request changes no logit. each: their number."""
     follow(overlap)
-    segment, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
+    part, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     if tl.load(active + batch) != 0:
         slot = tl.load(slots + batch)
         words, biases = words + slot * columns, biases + slot * columns
@@ -56,13 +57,15 @@ def penalize(
         presence = tl.load(numbers + 3 * batch + 2)
         at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row
         out = changed + (batch * rows + row) * columns
-        column = segment * block + tl.arange(0, block)
-        inside = column < columns
-        x = tl.load(at + column, mask=inside, other=0.0)
-        word = tl.load(words + column, mask=inside, other=0)
-        bias = tl.load(biases + column, mask=(word & 1) != 0, other=0.0)
-        value = _changed(x.to(tl.float64), word, bias, repetition, frequency, presence)
-        tl.store(out + column, tl.where(word != 0, value, x.to(tl.float32)), mask=inside)
+        start, end = part * each * block, tl.minimum((part + 1) * each * block, columns)
+        for first in range(start, end, block):
+            column = first + tl.arange(0, block)
+            inside = column < columns
+            x = tl.load(at + column, mask=inside, other=0.0)
+            word = tl.load(words + column, mask=inside, other=0)
+            bias = tl.load(biases + column, mask=(word & 1) != 0, other=0.0)
+            value = _changed(x.to(tl.float64), word, bias, repetition, frequency, presence)
+            tl.store(out + column, tl.where(word != 0, value, x.to(tl.float32)), mask=inside)
         if depth_block > 0:
             # The tokens between the root and this row, by depth: the row's own one at the end, -1 behind it.
             node = tl.arange(0, node_block)
@@ -74,13 +77,13 @@ def penalize(
             level = tl.arange(0, depth_block) + 1
             said = tl.max(tl.where(depth[None, :] == level[:, None], token[None, :], -1), 1)
             times = tl.sum((said[:, None] == said[None, :]).to(tl.int32), 1)
-            here = (said >= segment * block) & (said < (segment + 1) * block) & (said < columns)
-            x = tl.load(at + said, mask=here, other=0.0)
-            word = tl.load(words + said, mask=here, other=0)
-            bias = tl.load(biases + said, mask=here & ((word & 1) != 0), other=0.0)
-            value = _changed(x.to(tl.float64), (word + 4 * times) | 2, bias, repetition, frequency, presence)
+            here = (said >= start) & (said < end)
+            own = tl.load(at + said, mask=here, other=0.0)
+            known = tl.load(words + said, mask=here, other=0)
+            added = tl.load(biases + said, mask=here & ((known & 1) != 0), other=0.0)
+            later = _changed(own.to(tl.float64), (known + 4 * times) | 2, added, repetition, frequency, presence)
             tl.debug_barrier()  # what was stored there before is overwritten
-            tl.store(out + said, value, mask=here)
+            tl.store(out + said, later, mask=here)
 
 
 @triton.jit(do_not_specialize=["columns", "size"])
