@@ -28,8 +28,8 @@ class Ops(Protocol):
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """Lay the rows of every sequence."""
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
-        """What the host adds to the choice, where a device makes it and cannot do so alone. logits: [B, N, V]."""
+    def consult(self, batch: "Batch") -> None:
+        """What the host adds to the choice, where a device makes it and cannot do so alone."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """[B, N] int64: the token that follows each row; -1 where none can. logits: [B, N, V]."""
@@ -107,7 +107,7 @@ class HostOps:
                     state.member[index] = False
                     state.member[index, layout.chain] = True
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
+    def consult(self, batch: "Batch") -> None:
         """Nothing: here the host makes the choice itself."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
@@ -266,7 +266,7 @@ class DeviceOps:
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width, lines)
         batch.state.width = self.width
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
+    def consult(self, batch: "Batch") -> None:
         """See Ops.consult. Waits for the trees."""
         if self.host is not None:
             with batch.observer.stage("accept"):
