@@ -117,7 +117,9 @@ class History:
         """Bias, then the penalties in vLLM's order. Worked out in float64 and rounded once. Returns: float32."""
         value = logits.double() + bias
         if self._repetition != 1:
-            value = torch.where(seen, torch.where(value > 0, value / self._repetition, value * self._repetition), value)
+            # On a GPU torch divides by a number through its inverse, which is rounded; by a tensor it really divides.
+            by = torch.full((1,), self._repetition, dtype=torch.float64, device=value.device)
+            value = torch.where(seen, torch.where(value > 0, value / by, value * by), value)
         value = value - self._frequency * count - self._presence * (count > 0).double()
         # No finite logit becomes infinite, which would forbid a token, or force it.
         return torch.where(value.isfinite(), value.clamp(-_FINITE, _FINITE), value).float()
