@@ -27,7 +27,7 @@ AR = Speculation("ar")
 NONE = {"presence_penalty": 0.0, "frequency_penalty": 0.0, "repetition_penalty": 1.0, "logit_bias": ()}
 BIAS = tuple((token, 1.3 if token % 5 else -0.7) for token in range(32, 127))  # the scripted drafter drafts these
 SAID = SamplingParams(max_tokens=9, ignore_eos=True, seed=1, presence_penalty=-0.6, frequency_penalty=-0.9)
-REPEATED = SamplingParams(max_tokens=9, ignore_eos=True, seed=2, temperature=0.3, repetition_penalty=0.7)
+REPEATED = SamplingParams(max_tokens=9, ignore_eos=True, seed=2, temperature=0.3, repetition_penalty=0.5)
 BIASED = SamplingParams(max_tokens=6, ignore_eos=True, seed=3, temperature=0.4, top_p=0.8, logit_bias=BIAS)
 ALL = replace(SAID, max_tokens=6, temperature=1.2, top_k=9, repetition_penalty=0.6, logit_bias=BIAS, seed=4)
 PLAIN: Lane = (TREE, SamplingParams(max_tokens=5, temperature=0.9, seed=2, ignore_eos=True))
@@ -62,7 +62,7 @@ MIXES = [
 def test_they_are_in_the_one_graph(lanes, either, device, monkeypatch) -> None:
     """The host has no part in it, and the tokens are those of rounds that it lays and chooses for itself."""
     expected = by_host(either, lanes)
-    assert torch.cuda.is_available() or max(found[2].accepted for found in expected) > 0
+    assert max(found[2].accepted for found in expected) > 0
     bare = without(lanes)
     plain = by_host(either, bare)
     changed = [i for i, lane in enumerate(lanes) if lane != bare[i]]
