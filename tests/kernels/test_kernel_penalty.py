@@ -158,7 +158,7 @@ def test_other_dtypes_are_worked_out_in_float64(dtype: torch.dtype, device: torc
 
 
 @pytest.mark.parametrize(("width", "depth"), [
-    (1, 0), pytest.param(1, 4, marks=LONG), pytest.param(64, 15, marks=LONG), (65, 9),
+    (1, 0), pytest.param(1, 4, marks=LONG), pytest.param(64, 15, marks=LONG), pytest.param(65, 9, marks=LONG),
     pytest.param(130, 7, marks=LONG),
 ])  # fmt: skip
 def test_every_shape_of_rows(width: int, depth: int, device: torch.device) -> None:
