@@ -4,8 +4,9 @@
     python benchmarks/gpu_launches.py --model MODEL --drafter DRAFTER --device cuda --eager
 
 A real pair, one sequence at a time but for the last variants. Per variant (plain decoding, linear, shadow-linear,
-tree; tree with a JSON schema, temperature alone, top_p, top_k, both, min_p, a penalty; four sequences, of which none
-or three have filters) torch.profiler looks at `--rounds` rounds behind the first ones:
+tree; tree with a JSON schema, temperature alone, top_p, top_k, both, min_p, top_p and a penalty, penalties, a bias;
+four sequences, of which none or three have filters, or one has penalties) torch.profiler looks at `--rounds` rounds
+behind the first ones:
   launches, graphs, copies, synchronisations   calls of the host in a round, summed by kind; `calls` has them by name
   device_ms    sum of what ran on the card in a round
   waiting_ms   of the host in synchronisations, host_ms the rest of the round's wall time, both under the profiler
@@ -94,6 +95,7 @@ def variants(engine: Engine, budget: int, max_tokens: int) -> dict[str, Variant]
     grammar = Grammar("json_schema", json.dumps(SCHEMA))
     heated = replace(free, temperature=0.8)
     top_p, top_k, min_p = replace(heated, top_p=0.9), replace(heated, top_k=50), replace(heated, min_p=0.05)
+    penalties = replace(free, repetition_penalty=1.1, frequency_penalty=0.2, presence_penalty=0.5)
     tree = Speculation("tree", budget, min(budget, 16), tree_context="off")
     return {
         "ar": Variant(engine.without_drafter(), Speculation("ar"), free),
@@ -107,7 +109,10 @@ def variants(engine: Engine, budget: int, max_tokens: int) -> dict[str, Variant]
         "tree, top_k and top_p": Variant(engine, tree, replace(heated, top_k=20, top_p=0.95)),
         "tree, min_p": Variant(engine, tree, min_p),
         "tree, top_p and a penalty": Variant(engine, tree, replace(top_p, presence_penalty=0.5)),
+        "tree, penalties": Variant(engine, tree, penalties),
+        "tree, logit_bias": Variant(engine, tree, replace(free, logit_bias=((11, 1.5), (28, -100.0), (198, 0.5)))),
         "tree, four sampled": Variant(engine, tree, heated, (heated,) * 3),
+        "tree, four, one with penalties": Variant(engine, tree, heated, (heated, heated, penalties)),
         "tree, four, three with filters": Variant(engine, tree, heated, (top_p, top_k, min_p)),
     }
 

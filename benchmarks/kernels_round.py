@@ -1,4 +1,4 @@
-"""The kernels of select, pair, build, choose and accept on a CUDA card: equality with their references, then times.
+"""A round's kernels beside attention and products on a CUDA card: equality with their references, then times.
 
     python benchmarks/kernels_round.py --output benchmarks/results/kernels-round.json
 
@@ -23,7 +23,21 @@ import torch
 
 from common import finish, machine, parser
 from ddtree.engine.sampling import greedy
-from ddtree.kernels import Kept, Plan, PlanRow, accept, advance, build, choose, lines_of, pair, settle
+from ddtree.kernels import (
+    HistoryStore,
+    Kept,
+    Penalties,
+    Plan,
+    PlanRow,
+    accept,
+    advance,
+    build,
+    choose,
+    lines_of,
+    pair,
+    penalize,
+    settle,
+)
 from ddtree.kernels.choose import OFF, ChooseTiles
 from ddtree.kernels.select import SelectTiles, select
 from ddtree.tree import Proposal, RoundState, top_k
@@ -129,6 +143,24 @@ def time_filters(options: argparse.Namespace) -> Iterator[Timed]:
     yield f"torch sort {rows} x {vocab} hot", lambda _: logits[0].sort(descending=True, stable=True)
 
 
+def time_penalties(options: argparse.Namespace) -> Iterator[Timed]:
+    """Rows that nothing changes, rows with penalties, and the count of what was committed."""
+    vocab = options.vocab
+    for rows in (16, 64):
+        logits = torch.randn(1, rows, vocab, device="cuda").bfloat16()
+        state, own, ends = draw_answers(1, rows, 15, "cuda")
+        settle(state, own, ends, torch.zeros(1, dtype=torch.bool, device="cuda"))
+        slots, store = torch.zeros(1, dtype=torch.int64, device="cuda"), HistoryStore.allocate(1, vocab, "cuda")
+        store.write(0, range(0, vocab, 50), dict.fromkeys(range(0, vocab, 90), 2), {7: 0.5})
+        for name, numbers in (("none", None), ("all three", (1.1, 0.2, 0.5))):
+            penalties = Penalties.allocate(1, torch.device("cuda"))
+            penalties.write([numbers])
+            for programs in (256, 512, 1024, 4096):
+                call = partial(penalize, logits, state.rows, 15, slots, penalties, store, programs=programs)
+                yield f"penalize 1 x {rows} x {vocab}, {name}, {programs} programs, hot", lambda _, call=call: call()
+            yield f"count 1 x {rows}, {name}", lambda _, a=(penalties, slots, state), s=store: s.count(*a)
+
+
 def time_accept(_: argparse.Namespace) -> Iterator[Timed]:
     """One launch each, beside torch's lines."""
     for batch, width in ((1, 16), (1, 64), (8, 64), (32, 64), (1, 128)):
@@ -189,7 +221,7 @@ def by_kernel(call: Callable[[int], Any]) -> dict[str, float]:
 def run_times(options: argparse.Namespace) -> dict[str, Any]:
     """Name -> figures, or what went wrong."""
     results: dict[str, Any] = {}
-    for part in (time_select, time_build, time_pair, time_choose, time_filters, time_accept):
+    for part in (time_select, time_build, time_pair, time_choose, time_filters, time_penalties, time_accept):
         for name, call in part(options):
             if options.only not in name:
                 continue

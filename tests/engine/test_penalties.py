@@ -122,11 +122,18 @@ class Only:
 
     finished = False
 
-    def __init__(self, *tokens: int) -> None:
-        self.allowed = torch.tensor([token in tokens for token in range(5)])
+    def __init__(self, *tokens: int, vocab: int = 5) -> None:
+        self.allowed = torch.tensor([token in tokens for token in range(vocab)])
 
     def masks(self, tokens: Sequence[int], parents: Sequence[int]) -> torch.Tensor:
-        return self.allowed.expand(len(tokens), 5)
+        return self.allowed.expand(len(tokens), len(self.allowed))
+
+    def bits(self, tokens: Sequence[int], parents: Sequence[int]) -> np.ndarray:
+        """Beyond the vocabulary everything is set."""
+        padded = np.pad(
+            self.masks(tokens, parents).numpy(), ((0, 0), (0, 96 - len(self.allowed))), constant_values=True
+        )
+        return np.packbits(padded, axis=1, bitorder="little").view(np.int32)
 
     def commit(self, tokens: Sequence[int]) -> None:
         pass
@@ -138,6 +145,21 @@ def test_min_tokens_gives_way_where_the_grammar_is_complete() -> None:
     for tokens, expected in (((1, 4), 1), ((3, 4), 4)):
         one = RowSampler(params, 0, [0], 5, CPU, matcher=Only(*tokens), end_ids=[3, 4])
         assert one.choose(torch.arange(5.0).expand(len(TREE), 5), TREE, 7).tolist() == [expected] * len(TREE)
+
+
+@pytest.mark.parametrize("vocab", [33, 64, 65])
+@pytest.mark.parametrize("allowed", [None, (1, 4), (3, 32), (32,), (2, 31, 32), ()], ids=str)
+def test_masks_forbid_what_the_sampler_forbids(allowed: tuple[int, ...] | None, vocab: int) -> None:
+    """A device is told of a grammar and of min_tokens by bits."""
+    params = SamplingParams(min_tokens=3, stop_token_ids=(3, 32), presence_penalty=1.0)
+    matcher = None if allowed is None else Only(*allowed, vocab=vocab)
+    one = RowSampler(params, 0, [0], vocab, CPU, matcher=matcher, end_ids=[31])  # type: ignore[arg-type]
+    assert one.masked
+    for output in ([0], [5, 6, 7]):
+        one.commit(output)
+        bits = np.unpackbits(one.mask(TREE).view(np.uint8), axis=1, bitorder="little", count=vocab)
+        may = one._processed(torch.zeros(len(TREE), vocab), TREE) > -torch.inf
+        assert bits.astype(bool).tolist() == may.tolist()
 
 
 def full_tree(vocab: int, depth: int) -> HostRows:

@@ -27,6 +27,7 @@ from ddtree.kernels import (
     matmul_jit,
     norm_jit,
     pair_jit,
+    penalty_jit,
     report_jit,
     select_jit,
 )
@@ -35,8 +36,8 @@ from ddtree.kernels.pair import warps_of as pair_warps
 # What a pointer points to, where it is not int64.
 POINTERS = {
     **dict.fromkeys(["maxima", "masks"], "i32"),
-    **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms", "edges"], "fp32"),
-    **dict.fromkeys(["member", "tree", "done", "ended", "limited", "active", "places"], "u8"),
+    **dict.fromkeys(["peaks", "sums", "values", "log_q", "norms", "edges", "changed"], "fp32"),
+    **dict.fromkeys(["member", "tree", "done", "ended", "limited", "active", "changes", "places"], "u8"),
     **dict.fromkeys(["temperatures", "drops", "top_ps"], "fp64"),
 }
 INT64 = {
@@ -69,8 +70,11 @@ def compiled(
     dtype: str = "bf16",
     warps: int = 4,
     types: Mapping[str, str] | None = None,
+    fuses: bool = True,
 ) -> Any:
-    """The kernel for a card; pointers and pitches are aligned, as they are in a round. types: those that differ."""
+    """The kernel for a card; pointers and pitches are aligned, as they are in a round. types: those that differ.
+    fuses: products and sums may be one instruction.
+    """
     constants = {**constants, "overlap": 2 if capability >= 90 else 0}
     signature, attributes = {}, {}
     for place, name in enumerate(kernel.arg_names):
@@ -88,7 +92,8 @@ def compiled(
             if kernel.params[place].do_not_specialize is False and (name.startswith("pitch") or name == "columns"):
                 attributes[(place,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options={"num_warps": warps})
+    options = {"num_warps": warps, "enable_fp_fusion": fuses}
+    return triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
 
 
 def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
@@ -97,9 +102,10 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         shape = {"width": 128, "per_segment": 32}
         yield f"select.scan {dtype}", compiled(select_jit.scan, capability, shape, dtype)
         for masked in (False, True):
-            shape = {"block": 4096, "masked": masked, "filtered": True}
+            shape = {"block": 4096, "masked": masked, "filtered": True, "penalized": True}
             yield f"choose.scan {dtype} masked{masked:d}", compiled(choose_jit.scan, capability, shape, dtype)
             yield from filters(capability, dtype, masked)
+        yield from penalties(capability, dtype, every=every)
     yield "choose.merge", compiled(choose_jit.merge, capability, {"block": 64}, warps=1)
     for k, bitonic in [(16, False), (32, False), (16, True), (32, True)] if every else [(16, False)]:
         shape = {
@@ -130,11 +136,23 @@ def filters(capability: int, dtype: str, masked: bool) -> Iterator[tuple[str, An
     """What top_k, top_p and min_p add to the choice, for 262,144 tokens."""
     types = {"weights": "*i64", "counts": "*i32", "scores": "*fp64", "tokens": "*i32", "chosen": "*i32"}
     types |= {"top_ks": "*i64"}
-    shape = {"width": 128, "segment_block": 64, "steps": 6, "unit": 2.0**43, "masked": masked}
+    shape = {"width": 128, "segment_block": 64, "steps": 6, "unit": 2.0**43, "masked": masked, "penalized": True}
     kernel, name = filter_jit.weigh, f"{dtype} masked{masked:d}"
     yield f"filter.weigh {name}", compiled(kernel, capability, shape | {"block": 4096}, dtype, warps=16, types=types)
     shape |= {"chunk_block": 2048, "tile": 8, "step_block": 8}
     yield f"filter.pick {name}", compiled(filter_jit.pick, capability, shape, dtype, warps=8, types=types)
+
+
+def penalties(capability: int, dtype: str, *, every: bool) -> Iterator[tuple[str, Any]]:
+    """Rows of logits changed by histories and their own paths, and what is committed counted."""
+    types = {"words": "*i32", "biases": "*fp64", "numbers": "*fp64"}
+    types |= dict.fromkeys(("slots", "committed", "n_committed"), "*i64")
+    for nodes in (1, 64, 256) if every else (64,):
+        shape = {"block": 1024, "node_block": nodes, "depth_block": 16 if nodes > 1 else 0}
+        binary = compiled(penalty_jit.penalize, capability, shape, dtype, types=types, fuses=False)
+        assert "fma" not in binary.asm["ptx"], "it rounds once where the reference rounds twice"
+        yield f"penalize {dtype} {nodes}", binary
+    yield "penalty.count", compiled(penalty_jit.count, capability, {"column_block": 16}, warps=1, types=types)
 
 
 def contexts(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:

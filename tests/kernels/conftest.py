@@ -5,6 +5,7 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from graph_engines import either, folders, loaded, scripted  # noqa: F401 - fixtures
 
 from mended_interpreter import mended
 

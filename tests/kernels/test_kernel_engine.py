@@ -28,7 +28,7 @@ LANES = [
 ]
 HOST_LANE = (
     Speculation("tree", 7, 3),
-    SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2, presence_penalty=0.5),
+    SamplingParams(max_tokens=5, temperature=0.9, top_p=0.8, seed=4, logprobs=2, presence_penalty=0.5, min_tokens=3),
 )
 FILTERED = [
     (Speculation("tree", 7, 3), SamplingParams(max_tokens=6, temperature=0.9, top_p=0.8, seed=1, ignore_eos=True)),
@@ -36,6 +36,13 @@ FILTERED = [
     (Speculation("ar"), SamplingParams(max_tokens=4, temperature=1.2, min_p=0.2, seed=3, ignore_eos=True)),
     (Speculation("shadow-linear", 6, 4), SamplingParams(max_tokens=5, temperature=0.7, top_k=9, top_p=0.6, seed=4)),
     LANES[1],
+]
+PENALIZED = [
+    (Speculation("tree", 7, 3), SamplingParams(max_tokens=9, ignore_eos=True, frequency_penalty=-0.3, seed=1)),
+    (Speculation("linear"), SamplingParams(max_tokens=6, temperature=0.8, top_p=0.9, repetition_penalty=0.8, seed=2)),
+    (Speculation("shadow-linear", 6, 4), SamplingParams(max_tokens=6, presence_penalty=-0.4, logit_bias=((7, 0.3),))),
+    (Speculation("ar"), SamplingParams(max_tokens=4, temperature=0.7, repetition_penalty=1.2, seed=4, logprobs=1)),
+    LANES[4],
 ]
 CONTEXTS = [
     (replace(speculation, tree_context=context), replace(params, max_tokens=20))
@@ -130,13 +137,14 @@ def facts(generation) -> tuple:
         (LANES, None),
         ([*LANES[:2], HOST_LANE], None),
         (FILTERED, None),
+        (PENALIZED, None),
         (CONTEXTS, None),
         ([*CONTEXTS[:2], HOST_LANE], None),
         (LANES[:3], range(1, 61, 2)),
         (CONTEXTS[:2], range(1, 61, 2)),
     ],
     ids=[
-        "device alone", "with the host's part", "filters", "with texts", "with texts and the host's part",
+        "device alone", "with the host's part", "filters", "penalties", "with texts", "with texts and the host's part",
         "drafts of a part of the vocabulary", "and with texts",
     ],
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""What the host adds to a choice that the device cannot make alone: grammars' masks, and whole choices of samplers.
+"""What the host adds to a choice that the device cannot make alone: masks of grammars and of `min_tokens`.
 
 It lies between a round's verify and accept. The host reads the trees (one copy) and writes what follows from them into
 tensors that stay where they are: so what comes behind is the same launches, or the same CUDA graph, in every round.
@@ -18,7 +18,6 @@ from ddtree.tree import RoundState
 if TYPE_CHECKING:
     from ddtree.engine.round import Lane
 
-UNTOLD = -2  # of a row whose token the device is to choose
 Tree = tuple[int, HostRows]  # the root's position, and the rows
 
 
@@ -49,7 +48,6 @@ class HostPart:
     """
 
     allowed: Allowed  # [B, N, W] int32 and [B] bool
-    told: Tensor  # [B, N] int64: the choice itself, -1 for none; UNTOLD where the device chooses
     _staged: Tensor  # [B, N, W] int32, on the host
 
     @classmethod
@@ -59,29 +57,26 @@ class HostPart:
         limited = torch.zeros(batch, dtype=torch.bool, device=device)
         return cls(
             allowed=Allowed(torch.zeros(shape, dtype=torch.int32, device=device), limited),
-            told=torch.full((batch, width), UNTOLD, dtype=torch.int64, device=device),
             _staged=torch.zeros(shape, dtype=torch.int32, pin_memory=device.type == "cuda"),
         )
 
     def begin(self, lanes: Sequence["Lane"]) -> None:
         """Other sequences take part from now on."""
-        masked = [lane.sampler.masked for lane in lanes] + [False] * (len(self.told) - len(lanes))
+        masked = [lane.sampler.masked for lane in lanes]
+        masked += [False] * (len(self.allowed.limited) - len(lanes))
         self.allowed.limited.copy_(torch.tensor(masked))
-        self.told.fill_(UNTOLD)
 
-    def fill(self, lanes: Sequence["Lane"], trees: Sequence[Tree], logits: Tensor) -> None:
-        """What the samplers say of these rows. logits: [B, N, V], of the device, raw.
+    def fill(self, lanes: Sequence["Lane"], trees: Sequence[Tree]) -> None:
+        """What the samplers say of these rows.
 
         Rows that are padding keep what was there: none of them is ever accepted.
         """
-        for index, (lane, (position, rows)) in enumerate(zip(lanes, trees, strict=False)):
+        for index, (lane, (_, rows)) in enumerate(zip(lanes, trees, strict=False)):
             size, sampler = len(rows), lane.sampler
             if sampler.masked:
                 staged = self._staged[index, :size]
                 staged.copy_(torch.from_numpy(sampler.mask(rows)[:, : staged.shape[1]]))
                 self.allowed.masks[index, :size].copy_(staged, non_blocking=True)
-            elif sampler.temperature is None:
-                self.told[index, :size] = sampler.choose(logits[index, :size], rows, position)
 
 
 def mask_words(vocab: int) -> int:

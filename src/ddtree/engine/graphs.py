@@ -146,7 +146,7 @@ class SplitRound:
     def settle(self, batch: Batch) -> None:
         """The host's part, then the rest of the round and the rows of the next one."""
         trees = read_trees([row[: self._columns] for row in self._latest.read()])
-        self._host.fill(batch.lanes, trees, self.logits)
+        self._host.fill(batch.lanes, trees)
         self._settle.replay()
         self._both.send(self._settle.result)
         self._latest = self._both

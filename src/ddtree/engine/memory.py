@@ -12,7 +12,7 @@ from ddtree.engine.consult import mask_words
 from ddtree.engine.modes import MODES, depths_needed, max_rows
 from ddtree.engine.prompts import PADDED
 from ddtree.engine.shapes import bucket, buckets
-from ddtree.kernels import AttentionWorkspace
+from ddtree.kernels import AttentionWorkspace, HistoryStore
 from ddtree.kernels.backend import usable
 from ddtree.kernels.build import MOST_RANKS
 from ddtree.kernels.context import GUESSES, TextStore
@@ -124,6 +124,9 @@ class Planner:
         if self._drafter is not None and self._kernels:
             note = f"{load.requests} requests of {load.context} tokens"
             parts.append(Part("texts", TextStore.bytes(slots, load.context), note))
+        if self._kernels:
+            note = f"{load.requests} requests of {self._vocab} tokens to choose from"
+            parts.append(Part("histories", HistoryStore.bytes(slots, self._vocab), note))
         if self._captured is not None:
             note = f"rounds of up to {batch} x {self._captured} rows"
             parts.append(Part("graphs", self._graphs(load.requests, length), note))
@@ -145,14 +148,15 @@ class Planner:
         return batch * rows * self._vocab * self._dtype.itemsize
 
     def _choices(self, batch: int, rows: int) -> int:
-        """The draft's logits, also as float32; one sequence's rows in a sampler; the noise that each one keeps; pair
-        scores, and these in order.
+        """The draft's logits, also as float32; one sequence's rows in a sampler, or the rows of all as kernels change
+        them; the noise that each one keeps; pair scores, and these in order.
         """
         draft = batch * self._depths * (self._dtype.itemsize + _FLOAT)
         noise = batch * (1 + self._depths) * _FLOAT
         of_pairs = MOST_RANKS**2 * (2 * _FLOAT + 1) + GUESSES * (MOST_RANKS + 1) ** 2  # and guesses behind each of them
         pairs = batch * self._depths * of_pairs if self._pairwise else 0
-        return pairs + self._drafted * draft + self._vocab * (noise + rows * _COPIES * _FLOAT)
+        copies = max(batch, _COPIES) if self._kernels else _COPIES
+        return pairs + self._drafted * draft + self._vocab * (noise + rows * copies * _FLOAT)
 
     def _states(self, batch: int, rows: int) -> int:
         size = self._target.states(batch * rows)

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from ddtree import kernels
-from ddtree.engine.consult import UNTOLD, HostPart, read_trees, tree_table
+from ddtree.engine.consult import HostPart, read_trees, tree_table
 from ddtree.engine.modes import Layout, lay_out
 from ddtree.engine.sampling import RowSampler, greedy
-from ddtree.kernels import Kept, PairedProposal, PairFactors, Plan, PlanRow
+from ddtree.kernels import HistoryStore, Kept, PairedProposal, PairFactors, Penalties, Plan, PlanRow
 from ddtree.kernels.context import Said, TextStore, build_with
 from ddtree.tree import Accepted, Pair, Proposal, RoundState, accept, cut, top_k
 
@@ -28,8 +28,8 @@ class Ops(Protocol):
     def build(self, batch: "Batch", proposal: Proposal | None) -> None:
         """Lay the rows of every sequence."""
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
-        """What the host adds to the choice, where a device makes it and cannot do so alone. logits: [B, N, V]."""
+    def consult(self, batch: "Batch") -> None:
+        """What the host adds to the choice, where a device makes it and cannot do so alone."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """[B, N] int64: the token that follows each row; -1 where none can. logits: [B, N, V]."""
@@ -107,7 +107,7 @@ class HostOps:
                     state.member[index] = False
                     state.member[index, layout.chain] = True
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
+    def consult(self, batch: "Batch") -> None:
         """Nothing: here the host makes the choice itself."""
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
@@ -184,6 +184,8 @@ class DeviceOps:
     seeds: Tensor  # [B] int64
     temperatures: Tensor  # [B] float64; 0: greedy
     filters: Kept  # what each sequence's filters keep
+    penalties: Penalties  # how each sequence changes its logits
+    histories: HistoryStore  # of all slots, what it changes them by
     ended: Tensor  # [B] bool
     width: int  # N, rows of every sequence
     depth: int  # D, depths that the drafter proposes; 0: no proposal
@@ -200,16 +202,21 @@ class DeviceOps:
         width: int,
         depth: int,
         ranks: int,
+        histories: HistoryStore,
         device: torch.device,
         texts: TextStore | None = None,
         factors: PairFactors | None = None,
     ) -> "DeviceOps":
-        """For `batch` sequences of `width` rows; texts: of all slots, where any sequence drafts from its own."""
+        """For `batch` sequences of `width` rows; histories: of all slots; texts: likewise, where any sequence drafts
+        from its own.
+        """
         return cls(
             plan=Plan.allocate(batch, device),
             seeds=torch.zeros(batch, dtype=torch.int64, device=device),
             temperatures=torch.zeros(batch, dtype=torch.float64, device=device),
             filters=Kept.allocate(batch, device),
+            penalties=Penalties.allocate(batch, device),
+            histories=histories,
             ended=torch.zeros(batch, dtype=torch.bool, device=device),
             width=width,
             depth=depth,
@@ -226,6 +233,7 @@ class DeviceOps:
         heat = [sampler.heat for sampler in samplers] + [0.0] * pad
         self.temperatures.copy_(torch.tensor(heat, dtype=torch.float64))
         self.filters.write([sampler.kept for sampler in samplers])
+        self.penalties.write([sampler.history.penalties for sampler in samplers])
 
     def write_plan(self, lanes: Sequence["Lane"], positions: Sequence[int]) -> None:
         """Tell the device what every sequence verifies from now on; padding, and who cannot draft, its root alone."""
@@ -258,20 +266,19 @@ class DeviceOps:
             kernels.build(proposal.log_q, proposal.tokens, self.plan, batch.state, self.width, lines)
         batch.state.width = self.width
 
-    def consult(self, batch: "Batch", logits: Tensor) -> None:
+    def consult(self, batch: "Batch") -> None:
         """See Ops.consult. Waits for the trees."""
         if self.host is not None:
             with batch.observer.stage("accept"):
-                self.host.fill(batch.lanes, read_trees(tree_table(batch.state).tolist()), logits)
+                self.host.fill(batch.lanes, read_trees(tree_table(batch.state).tolist()))
 
     def choose(self, batch: "Batch", logits: Tensor) -> Tensor:
         """See Ops.choose."""
-        depths = batch.state.depths[:, : self.width]
-        asked = (logits, self.seeds, batch.state.position, depths, self.temperatures)
-        if self.host is None:
-            return kernels.choose(*asked, kept=self.filters)
-        own = kernels.choose(*asked, allowed=self.host.allowed, kept=self.filters)
-        return torch.where(self.host.told == UNTOLD, own, self.host.told)
+        state, slots = batch.state, batch.target_cache.slot
+        changed = kernels.penalize(logits, state.rows, batch.depth, slots, self.penalties, self.histories)
+        asked = (logits, self.seeds, state.position, state.depths[:, : self.width], self.temperatures)
+        allowed = None if self.host is None else self.host.allowed
+        return kernels.choose(*asked, allowed=allowed, kept=self.filters, changed=changed)
 
     def accept(self, batch: "Batch", own: Tensor) -> Accepted | None:
         """See Ops.accept."""
@@ -290,6 +297,7 @@ class DeviceOps:
 
     def advance(self, batch: "Batch") -> None:
         """See Ops.advance."""
+        self.histories.count(self.penalties, batch.target_cache.slot, batch.state)
         if self.texts is not None and self.said is not None:
             self.texts.note(self.plan, batch.target_cache.slot, batch.state, self.said)
         kernels.advance(batch.state, self.ended)

@@ -119,7 +119,7 @@ def run_round(batch: Batch) -> Verdict:
     """
     propose(batch)
     verified = verify(batch)
-    batch.ops.consult(batch, verified.logits)
+    batch.ops.consult(batch)
     return settle(batch, verified)
 
 

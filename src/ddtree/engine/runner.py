@@ -13,6 +13,7 @@ from ddtree.drafter import Drafter
 from ddtree.engine.context import DeviceTexts, SequenceContext
 from ddtree.engine.device import deliver
 from ddtree.engine.graphs import Letter, SplitRound, WholeRound, at_rest, rehearse
+from ddtree.engine.history import DeviceHistories
 from ddtree.engine.observer import Observer, StageTimer, Unobserved
 from ddtree.engine.ops import HostOps
 from ddtree.engine.pressure import short, starved
@@ -61,8 +62,7 @@ class HostRunner:
         device, lanes = self._target.spec.device, [request.lane for request in requests]
         rows, depth = max(lane.rows for lane in lanes), max(lane.depth for lane in lanes)
         most = max(len(request.ends) for request in requests)
-        slots = [request.slot.index for request in requests if request.slot is not None]
-        store = self._store
+        store, slots = self._store, _slots_of(requests)
         batch = Batch(
             target=self._target,
             target_cache=store.cache.view(slots),
@@ -118,6 +118,7 @@ class DeviceRunner:
         self._target, self._drafter, self._store, self._graphs = target, drafter, store, graphs
         self._context = context
         self._made_texts: DeviceTexts | None = None
+        self._made_histories: DeviceHistories | None = None
         head = drafter.pairwise if drafter else None
         self._factors = None if head is None else head.factors(target.spec.dtype)
         self._host = HostRunner(target, drafter, store)
@@ -134,6 +135,8 @@ class DeviceRunner:
             self._current = None
             if self._made_texts is not None:
                 self._made_texts.give_back(*_texts_of(requests))
+            if self._made_histories is not None:
+                self._made_histories.forget(_slots_of(requests))
             return self._host.make(requests, observer)
         self._current = None  # else its memory would stay where it is given up for this one
         captured = self._current = self._made.get(shape)
@@ -247,16 +250,24 @@ class DeviceRunner:
             self._made_texts = DeviceTexts(self._store.count + 1, self._context, self._target.spec.device)
         return self._made_texts
 
+    @property
+    def _histories(self) -> DeviceHistories:
+        """Made with the first round."""
+        if self._made_histories is None:
+            spec = self._target.spec
+            self._made_histories = DeviceHistories(self._store.count + 1, spec.vocab_size, spec.device)
+        return self._made_histories
+
     def _allocate(self, shape: Shape) -> Captured:
         texts = self._texts.store if shape.context else None
-        return allocate(shape, self._target, self._drafter, self._store, texts, self._factors)
+        histories = self._histories.store
+        return allocate(shape, self._target, self._drafter, self._store, histories, texts, self._factors)
 
     def _tell(self, captured: Captured, requests: Sequence[Request], observer: Observer) -> None:
         batch, ops = captured.batch, captured.alone
         size = len(ops.seeds)
         batch.lanes, batch.observer = [request.lane for request in requests], observer
-        slots = [request.slot.index for request in requests if request.slot is not None]
-        slots += [self._store.spare] * (size - len(slots))
+        slots = _slots_of(requests) + [self._store.spare] * (size - len(requests))
         for cache in (batch.target_cache, batch.drafter_cache):
             if cache is not None and cache.index is not None:
                 cache.slots = tuple(slots)
@@ -264,6 +275,7 @@ class DeviceRunner:
         fill(batch, requests)
         samplers = [lane.sampler for lane in batch.lanes]
         ops.write_samplers(samplers)
+        self._histories.bring([sampler.history for sampler in samplers], slots[: len(samplers)])
         if captured.shape.context:
             self._texts.bring(*_texts_of(requests))
         positions = [request.position for request in requests]
@@ -272,15 +284,20 @@ class DeviceRunner:
         self._ask(captured, samplers)
 
     def _ask(self, captured: Captured, samplers: Sequence[RowSampler]) -> None:
-        """Whether the device can choose every token of these by itself; if not, what the host will tell it."""
+        """Whether the device can choose every token of these by itself; if not, the host will tell it of masks."""
         batch, host = captured.batch, captured.told.host
         batch.ops = captured.alone
-        if any(sampler.temperature is None for sampler in samplers):
+        if any(sampler.masked for sampler in samplers):
             assert host is not None
             host.begin(batch.lanes)
             batch.ops = captured.told
         if captured.split is not None:
             captured.split.laid = False  # of other sequences
+
+
+def _slots_of(requests: Sequence[Request]) -> list[int]:
+    """Where the sequences lie; all that run have a slot."""
+    return [request.slot.index for request in requests if request.slot is not None]
 
 
 def _texts_of(requests: Sequence[Request]) -> tuple[list[SequenceContext | None], list[int]]:

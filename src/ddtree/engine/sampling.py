@@ -165,23 +165,21 @@ class RowSampler:
         self._filters = Filters(temperature, max(params.top_k, 0), float(params.top_p), float(params.min_p))
         self._filtered = self._filters.active(vocab)
         self._vocab, self._seed, self._noise = vocab, seed, Noise(seed, vocab, device)
-        self._history = History(params, prompt, device)
+        self.history = History(params, prompt, device)
         self._matcher = matcher
         self._told: tuple[Tensor, Tensor, Tensor, Kept] | None = None  # what kernels are told of it
         self._min_tokens, self._output = params.min_tokens, 0
         ends = sorted({t for t in (*end_ids, *params.stop_token_ids) if 0 <= t < vocab}) if self._min_tokens else []
         self._ends = torch.tensor(ends, dtype=torch.int64, device=device)
-        self._processes = self._history.active or bool(ends) or matcher is not None
+        self._end_ids = ends
+        self._processes = self.history.active or bool(ends) or matcher is not None
         self.plain = self._greedy and not self._processes  # `greedy` of the raw logits is the answer
 
     @property
-    def temperature(self) -> float | None:
-        """What a device needs to choose by itself, beside `kept` (0: greedy); None where a row's history counts."""
-        return None if self._processes else self.heat
-
-    @property
     def heat(self) -> float:
-        """The temperature that a row's token is drawn with; 0: the best is taken."""
+        """The temperature that a row's token is drawn with; 0: the best is taken. A device chooses by this, `kept`,
+        the history and, where it is `masked`, masks.
+        """
         return 0.0 if self._greedy else self._filters.temperature
 
     @property
@@ -191,13 +189,36 @@ class RowSampler:
 
     @property
     def masked(self) -> bool:
-        """Whether `mask` is all that a device lacks to choose by itself."""
-        return self._matcher is not None and not self._history.active and len(self._ends) == 0
+        """Whether a device needs `mask`, of every round's rows, to choose by itself."""
+        return self._matcher is not None or bool(self._end_ids)
 
     def mask(self, rows: HostRows) -> NDArray[np.int32]:
-        """What the grammar lets follow each row: see Matcher.bits."""
-        assert self._matcher is not None
-        return self._matcher.bits(rows.tokens, rows.parents)
+        """What may follow each row, by the grammar and by min_tokens: see Matcher.bits."""
+        if self._matcher is None:
+            bits = np.full((len(rows), -(-self._vocab // 32)), -1, np.int32)
+        else:
+            bits = self._matcher.bits(rows.tokens, rows.parents)
+        early = self._early(rows)
+        if early:
+            self._clear_ends_(bits.view(np.uint32), early)
+        return bits
+
+    def _early(self, rows: HostRows) -> list[int]:
+        """The rows whose token may not end the answer."""
+        if not self._end_ids:
+            return []
+        return [row for row, depth in enumerate(rows.depths) if self._output + depth < self._min_tokens]
+
+    def _clear_ends_(self, bits: NDArray[np.uint32], early: list[int]) -> None:
+        """Take the end tokens out of some rows, but not where the grammar allows nothing else: see _forbid_ends_."""
+        others = bits[early]
+        for end in self._end_ids:
+            others[:, end // 32] &= ~np.uint32(1 << end % 32)
+        real = others[:, : self._vocab // 32].any(1)
+        if self._vocab % 32:
+            real |= (others[:, self._vocab // 32] & np.uint32((1 << self._vocab % 32) - 1)) != 0
+        real |= self._matcher is None
+        bits[np.array(early)[real]] = others[real]
 
     @property
     def seed(self) -> int:
@@ -251,19 +272,18 @@ class RowSampler:
                 + (", or the grammar allows none of its tokens" if self._matcher is not None else "")
             )
         self._output += len(tokens)
-        self._history.commit(tokens)
+        self.history.commit(tokens)
         if self._matcher is not None:
             self._matcher.commit(tokens)
 
     def _processed(self, logits: Tensor, rows: HostRows) -> Tensor:
         """Logits as they are drawn from, before temperature: [n, V] float32; the raw ones where nothing changes."""
         scores = logits.float()
-        early = [row for row, depth in enumerate(rows.depths) if self._output + depth < self._min_tokens]
-        early = early if len(self._ends) else []
-        if self._history.active or early:
+        early = self._early(rows)
+        if self.history.active or early:
             scores = scores.clone() if scores is logits else scores
-        if self._history.active:
-            self._history.apply_(scores, logits, rows)
+        if self.history.active:
+            self.history.apply_(scores, logits, rows)
         allowed = None
         if self._matcher is not None:
             allowed = self._matcher.masks(rows.tokens, rows.parents).to(scores.device)  # [n, V]

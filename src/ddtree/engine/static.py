@@ -13,7 +13,7 @@ from ddtree.engine.ops import DeviceOps
 from ddtree.engine.round import Batch
 from ddtree.engine.shapes import Shape
 from ddtree.engine.slots import SlotStore
-from ddtree.kernels import PairFactors
+from ddtree.kernels import HistoryStore, PairFactors
 from ddtree.kernels.context import TextStore
 from ddtree.layers import KVCache
 from ddtree.target import Target
@@ -103,15 +103,18 @@ def allocate(
     target: Target,
     drafter: Drafter | None,
     store: SlotStore,
+    histories: HistoryStore,
     texts: TextStore | None,
     factors: PairFactors | None,
 ) -> Captured:
     """A shape's static tensors, on the target's device.
 
-    texts: of all slots, where the shape drafts from them; factors: of the drafter's pairwise head, where it has one.
+    histories, texts: of all slots, texts only where the shape drafts from them; factors: of the drafter's pairwise
+    head, where it has one.
     """
     spec, slots = target.spec, [0] * shape.batch
-    ops = DeviceOps.allocate(shape.batch, shape.width, shape.depth, shape.ranks, spec.device, texts, factors)
+    sizes = shape.batch, shape.width, shape.depth, shape.ranks
+    ops = DeviceOps.allocate(*sizes, histories, spec.device, texts, factors)
     host = HostPart.allocate(shape.batch, shape.width, spec.vocab_size, spec.device)
     batch = Batch(
         target=target,

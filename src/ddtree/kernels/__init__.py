@@ -13,6 +13,7 @@ from ddtree.kernels.gather import embed, take
 from ddtree.kernels.matmul import MOST_ROWS, Rounded, gated, interleave_gate_up, product, product_parts, suits
 from ddtree.kernels.norm import add_norm, swiglu
 from ddtree.kernels.pair import PairedProposal, PairFactors, lines_of, pair
+from ddtree.kernels.penalty import Changed, HistoryStore, Penalties, penalize
 from ddtree.kernels.qkv import HeadNorms, write_heads
 from ddtree.kernels.report import report
 from ddtree.kernels.select import propose, top_k
@@ -22,11 +23,14 @@ __all__ = [
     "Allowed",
     "AttentionRows",
     "AttentionWorkspace",
+    "Changed",
     "HeadNorms",
+    "HistoryStore",
     "Kept",
     "Lines",
     "PairFactors",
     "PairedProposal",
+    "Penalties",
     "Plan",
     "PlanRow",
     "Rounded",
@@ -43,6 +47,7 @@ __all__ = [
     "lines_of",
     "locate",
     "pair",
+    "penalize",
     "product",
     "product_parts",
     "propose",

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ddtree.kernels.backend import jit, overlap, power_of_two
+from ddtree.kernels.penalty import Changed
 
 OFF = 1 << 40  # a top_k that keeps every token
 WIDTH = 128  # columns whose largest is kept for the last launch
@@ -74,6 +75,7 @@ def choose(
     tiles: ChooseTiles = DEFAULT,
     allowed: Allowed | None = None,
     kept: Kept | None = None,
+    changed: Changed | None = None,
 ) -> Tensor:
     """The token that follows each row: argmax(logits + temperature * gumbel(seed, position + depth + 1, token)).
 
@@ -85,6 +87,7 @@ def choose(
         temperature: [B] float64 (float32 gives the same but for the rounding of its inverse); 0: the highest logit.
         allowed: the logit of a token that may not be chosen counts as -inf, whatever it is; None: all may be.
         kept: the filters of each sequence; None: there are none, and there is one launch less.
+        changed: what stands for the logits of the sequences that change theirs; None: none does.
     Returns: [B, N] int64, the lowest id on ties; -1 where a logit is NaN, or none is above -inf.
     The noise has the bits of the engine's where the logarithms do, as on a GPU torch's and libdevice's have; it depends
     on nothing but seed, position and token.
@@ -113,6 +116,8 @@ def choose(
         0 if allowed is None else allowed.masks.stride(0),
         0 if allowed is None else allowed.masks.stride(1),
         keys if allowed is None else allowed.limited.view(torch.uint8),
+        logits if changed is None else changed.scores,
+        keys if changed is None else changed.active.view(torch.uint8),
     )
     jit("choose").scan[segments, rows, batch](
         *asked,
@@ -124,6 +129,7 @@ def choose(
         block=block,
         masked=allowed is not None,
         filtered=kept is not None,
+        penalized=changed is not None,
         num_warps=tiles.warps,
         **overlap(logits.device),
     )
@@ -148,7 +154,7 @@ def _filter(
     maxima, chosen = (torch.empty((batch, rows, chunks), dtype=torch.int32, device=device) for _ in range(2))
     active, unit = kept.active.view(torch.uint8), 2.0 ** (62 - columns.bit_length())  # as Filters has it
     shape = {"width": WIDTH, "segment_block": power_of_two(segments), "steps": STEPS, "unit": unit}
-    shape |= {"masked": asked[8] is not keys} | overlap(device)
+    shape |= {"masked": asked[8] is not keys, "penalized": asked[13] is not keys} | overlap(device)
     kernels, sizes = jit("filter"), (rows, columns, segments, chunks)
     kernels.weigh[segments, rows, batch](
         *asked, active, kept.drop, keys, maxima, *parts, *sizes,

@@ -5,7 +5,17 @@ import triton
 import triton.language as tl
 from triton.language.extra import libdevice
 
-from ddtree.kernels.common_jit import INTERPRETED, NAN_ORDER, follow, index_in, key_of, log_of, order_in, order_of
+from ddtree.kernels.common_jit import (
+    INTERPRETED,
+    NAN_ORDER,
+    follow,
+    index_in,
+    key_of,
+    log_of,
+    logits_at,
+    order_in,
+    order_of,
+)
 
 NOTHING = tl.constexpr(-2139095041)  # order_of(-inf)
 
@@ -55,6 +65,8 @@ def scan(
     pitch_masks,
     pitch_words,
     limited,
+    changed,
+    changes,
     active,
     keys,
     rows,
@@ -63,14 +75,18 @@ def scan(
     block: tl.constexpr,
     masked: tl.constexpr,
     filtered: tl.constexpr,
+    penalized: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The best token of one segment of one row, as a key; without noise where filters are to be applied."""
     follow(overlap)
     segment, row, batch = tl.program_id(0), tl.program_id(1), tl.program_id(2).to(tl.int64)
     column = segment * block + tl.arange(0, block)
-    at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row + column
-    x = tl.load(at, mask=column < columns, other=float("-inf")).to(tl.float32)
+    at, mine = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row, False
+    if penalized:
+        mine = tl.load(changes + batch) != 0
+    changed += (batch * rows + row) * columns
+    x = logits_at(at, changed, mine, column, column < columns, penalized)
     if masked:
         words = masks + batch * pitch_masks + row.to(tl.int64) * pitch_words + column // 32
         told = tl.load(limited + batch) != 0

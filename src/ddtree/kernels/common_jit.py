@@ -55,6 +55,19 @@ def index_in(key):
 
 
 @triton.jit
+def logits_at(logits, changed, mine, column, inside, penalized: tl.constexpr):
+    """A row's logits at some columns as float32, -inf outside: of `changed` where the sequence changes its own."""
+    if penalized:
+        if mine:
+            x = tl.load(changed + column, mask=inside, other=float("-inf"))
+        else:
+            x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    else:
+        x = tl.load(logits + column, mask=inside, other=float("-inf")).to(tl.float32)
+    return x
+
+
+@triton.jit
 def announce(overlap: tl.constexpr):
     """The first half of `follow`. Between the halves a program may ask for memory to be fetched, and no more."""
     if overlap == 2:

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from ddtree.kernels.choose_jit import NOTHING, _gumbel, _mix
-from ddtree.kernels.common_jit import NAN_ORDER, follow, index_in, order_in, order_of, value_of
+from ddtree.kernels.common_jit import NAN_ORDER, follow, index_in, logits_at, order_in, order_of, value_of
 
 NO_KEY = tl.constexpr(-0x8000000000000000)
 NO_TOKEN = tl.constexpr(0x7FFFFFFF)
@@ -54,6 +54,15 @@ def _distance(first, temperature, step, steps: tl.constexpr):
 
 
 @triton.jit
+def _changes(at, penalized: tl.constexpr):
+    """Whether the sequence changes its logits."""
+    mine = False
+    if penalized:
+        mine = tl.load(at) != 0
+    return mine
+
+
+@triton.jit
 def _allowed(x, words, told, column, inside, masked: tl.constexpr):
     """The logits, -inf where a mask forbids a token."""
     if masked:
@@ -76,6 +85,8 @@ def weigh(
     pitch_masks,
     pitch_words,
     limited,
+    changed,
+    changes,
     active,
     drops,
     keys,
@@ -94,6 +105,7 @@ def weigh(
     steps: tl.constexpr,
     unit: tl.constexpr,
     masked: tl.constexpr,
+    penalized: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """One segment of one row; nothing where the row's request has no filter."""
@@ -108,8 +120,9 @@ def weigh(
             temperature = tl.load(temperatures + batch).to(tl.float64)
             column = segment * block + tl.arange(0, block)
             inside = column < columns
-            at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row + column
-            x = tl.load(at, mask=inside, other=float("-inf")).to(tl.float32)
+            at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row
+            mine = _changes(changes + batch, penalized)
+            x = logits_at(at, changed + place * columns, mine, column, inside, penalized)
             words = masks + batch * pitch_masks + row.to(tl.int64) * pitch_words
             told = tl.load(limited + batch) != 0
             x = _allowed(x, words, told, column, inside, masked)
@@ -155,6 +168,8 @@ def _listed(maxima, chosen, bound, chunks, chunk_block: tl.constexpr):
 @triton.jit
 def _better(
     at,
+    changed,
+    mine,
     words,
     told,
     maxima,
@@ -173,6 +188,7 @@ def _better(
     width: tl.constexpr,
     unit: tl.constexpr,
     masked: tl.constexpr,
+    penalized: tl.constexpr,
     weighs: tl.constexpr,
     draws: tl.constexpr,
 ):
@@ -186,7 +202,7 @@ def _better(
         chunk = tl.load(chosen + entry, mask=entry < found, other=chunks)
         column = tl.reshape(chunk[:, None] * width + tl.arange(0, width)[None, :], [tile * width])
         inside = column < columns
-        x = tl.load(at + column, mask=inside, other=float("-inf")).to(tl.float32)
+        x = logits_at(at, changed, mine, column, inside, penalized)
         x = _allowed(x, words, told, column, inside, masked)
         order = order_of(x)
         before = (order >= lowest) & ((order > bound) | ((order == bound) & (column < token)))
@@ -217,6 +233,8 @@ def pick(
     pitch_masks,
     pitch_words,
     limited,
+    changed,
+    changes,
     active,
     drops,
     top_ks,
@@ -241,6 +259,7 @@ def pick(
     step_block: tl.constexpr,
     unit: tl.constexpr,
     masked: tl.constexpr,
+    penalized: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The token of one row: the best of its segments where there is no filter, as choose_jit's `merge` has it."""
@@ -255,6 +274,7 @@ def pick(
     if (tl.load(active + batch) != 0) & (tl.abs(first) < float("inf")):
         temperature = tl.load(temperatures + batch).to(tl.float64)
         at = logits + batch * pitch_batch + row.to(tl.int64) * pitch_row
+        changed, mine = changed + place * columns, _changes(changes + batch, penalized)
         words = masks + batch * pitch_masks + row.to(tl.int64) * pitch_words
         told = tl.load(limited + batch) != 0
         maxima, chosen = maxima + place * chunks, chosen + place * chunks
@@ -286,28 +306,30 @@ def pick(
                 while high - low > 1:
                     middle = (low + high) >> 1
                     number, _, _ = _better(
-                        at, words, told, maxima, chosen, (middle - 1).to(tl.int32), token * 0, lowest, first,
-                        temperature, one, two, columns, chunks, chunk_block, tile, width, unit, masked, False, False,
+                        at, changed, mine, words, told, maxima, chosen, (middle - 1).to(tl.int32), token * 0, lowest,
+                        first, temperature, one, two, columns, chunks, chunk_block, tile, width, unit, masked,
+                        penalized, False, False,
                     )  # fmt: skip
                     low = tl.where(number >= k, middle, low)
                     high = tl.where(number == k, middle + 1, tl.where(number > k, high, middle))
                 number, total, _ = _better(
-                    at, words, told, maxima, chosen, low.to(tl.int32), token * 0, lowest, first, temperature,
-                    one, two, columns, chunks, chunk_block, tile, width, unit, masked, True, False,
+                    at, changed, mine, words, told, maxima, chosen, low.to(tl.int32), token * 0, lowest, first,
+                    temperature, one, two, columns, chunks, chunk_block, tile, width, unit, masked, penalized,
+                    True, False,
                 )  # fmt: skip
                 total += (k - number) * _weight(value_of(low.to(tl.int32)), first, temperature, unit)
             limit = total.to(tl.float64) * p
         by_weight = tl.min(tl.where((weight.to(tl.float64) >= limit) & (step < steps), step, last), 0)
         cut = tl.minimum(by_count, by_weight)
         token = _at(named, step, cut)
-        x = tl.load(at + token).to(tl.float32)
+        x = logits_at(at, changed, mine, token, token >= 0, penalized)
         sure = (cut > 0) & (x > _distance(first, temperature, tl.maximum(cut - 1, 0), steps))
         sure = sure | ((_at(count, step, cut) <= k) & (_at(weight, step, cut).to(tl.float64) < limit))
         while sure == 0:
-            bound = order_of(tl.load(at + token).to(tl.float32))
+            bound = order_of(logits_at(at, changed, mine, token, token >= 0, penalized))
             number, better, taken = _better(
-                at, words, told, maxima, chosen, bound, token, lowest, first, temperature, one, two, columns,
-                chunks, chunk_block, tile, width, unit, masked, True, True,
+                at, changed, mine, words, told, maxima, chosen, bound, token, lowest, first, temperature, one, two,
+                columns, chunks, chunk_block, tile, width, unit, masked, penalized, True, True,
             )  # fmt: skip
             sure = (number < k) & (better.to(tl.float64) < limit)
             token = tl.where(sure, token, taken)
