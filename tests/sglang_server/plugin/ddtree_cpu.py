@@ -36,6 +36,7 @@ def register():
         "speculative.dflash_worker_v2.assign_extend_cache_locs_func": slots_of_block,
         "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": verify,
         "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": seed,
+        "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": leave,
         "layers.quantization.fp8.Fp8Config.get_supported_act_dtypes": types_quantised,
         "layers.quantization.fp8.Fp8LinearMethod.process_weights_after_loading": quantise,
         "layers.quantization.fp8.Fp8LinearMethod.apply": multiply_quantised,
@@ -117,6 +118,21 @@ def seed(original, cls, batch, vocab_size):
     ]
     info.sampling_seed = torch.tensor(seeds, dtype=torch.int64)
     return info
+
+
+def leave(original, self, *kept):
+    """Who leaves a batch takes along what only it asked for.
+
+    In stock the rest is filtered from then on, which by a seed gives other tokens: it numbers them by rank, not by id.
+    And whoever has just ended may still be in the batch that the next request comes into.
+    """
+    from sglang.srt.sampling.sampling_params import TOP_K_ALL
+
+    original(self, *kept)
+    self.is_all_greedy, self.is_any_greedy = bool((self.top_ks <= 1).all()), bool((self.top_ks <= 1).any())
+    self.need_top_k_sampling = bool((self.top_ks != TOP_K_ALL).any())
+    self.need_top_p_sampling = bool((self.top_ps != 1.0).any())
+    self.need_min_p_sampling = bool((self.min_ps > 0).any())
 
 
 def types_quantised(original, cls):
