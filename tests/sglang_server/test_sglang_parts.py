@@ -57,21 +57,23 @@ def test_greedy_rows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "argmax"),
+    ("asked", "top_ks", "argmax"),
     [
-        ({}, True),
-        ({"is_all_greedy": False}, False),
-        ({"has_custom_logit_processor": True}, False),
-        ({"acc_additive_penalties": torch.zeros(2, VOCABULARY)}, False),
-        ({"logit_bias": torch.zeros(2, VOCABULARY)}, False),
+        ({}, [1, 1], True),
+        ({"is_all_greedy": False}, [1, 50], False),
+        ({"is_all_greedy": False}, [1, 1], True),  # a sampled request has left
+        ({"has_custom_logit_processor": True}, [1, 1], False),
+        ({"acc_additive_penalties": torch.zeros(2, VOCABULARY)}, [1, 1], False),
+        ({"logit_bias": torch.zeros(2, VOCABULARY)}, [1, 1], False),
     ],
 )
-def test_what_graphs_may_accept(asked: dict[str, Any], argmax: bool) -> None:
+def test_what_graphs_may_accept(asked: dict[str, Any], top_ks: list[int], argmax: bool) -> None:
     from ddtree.sglang.choose import takes_argmax
 
-    batch = SimpleNamespace(has_grammar=False, sampling_info=info(**{"is_all_greedy": True, **asked}))
+    reqs = [SimpleNamespace(sampling_params=SimpleNamespace(top_k=top_k)) for top_k in top_ks]
+    batch = SimpleNamespace(has_grammar=False, sampling_info=info(**{"is_all_greedy": True, **asked}), reqs=reqs)
     assert takes_argmax(batch) == argmax
-    assert not takes_argmax(SimpleNamespace(has_grammar=True, sampling_info=batch.sampling_info))
+    assert not takes_argmax(SimpleNamespace(has_grammar=True, sampling_info=batch.sampling_info, reqs=reqs))
     assert takes_argmax(SimpleNamespace(has_grammar=False, sampling_info=None))
 
 

@@ -20,7 +20,9 @@ def takes_argmax(batch: Any) -> bool:
     if batch.has_grammar or info is None:
         return not batch.has_grammar
     asked = info.has_custom_logit_processor, info.acc_additive_penalties is not None, info.logit_bias is not None
-    return bool(info.is_all_greedy) and not any(asked)
+    # SGLang's own flag stays False behind a sampled request until the batch is empty.
+    greedy = info.is_all_greedy or all(request.sampling_params.top_k <= 1 for request in batch.reqs)
+    return bool(greedy) and not any(asked)
 
 
 def adjust(logits: Tensor, info: Any, rows: Rows, grammar_mask: Any, penalties: RoundPenalties | None) -> None:
