@@ -36,6 +36,7 @@ FIXED = {
     "metrics": ["--enable-metrics"],
     "eager": ["--cuda-graph-backend-decode", "disabled"],
     "nooverlap": ["--disable-overlap-schedule"],
+    "deterministic": ["--enable-deterministic-inference"],  # products and attention that no neighbour changes
     "nopairwise": ["--speculative-ddtree-pairwise", "off"],  # trees by the candidates' own scores alone
 }
 ENVIRONMENT = {

@@ -118,9 +118,10 @@ def kernels(capability: int, *, every: bool) -> Iterator[tuple[str, Any]]:
         }
         yield f"select.merge k{k} bitonic{bitonic:d}", compiled(select_jit.merge, capability, shape, warps=8)
     for block in (32, 64, 128, 256) if every else (64,):
-        for paired, chained in ((False, False), (True, False), (True, True)):
+        for paired, chained, first in ((False, False, False), (True, False, True), (True, True, False)):
             shape = {"block": block, "words": -(-block // 64), "paired": paired, "chained": chained}
-            name = f"build {block} paired{paired:d} chained{chained:d}"
+            shape["chain_first"] = first
+            name = f"build {block} paired{paired:d} chained{chained:d} first{first:d}"
             yield name, compiled(build_jit.build, capability, shape, warps=max(block // 128, 1))
     yield from pairs(capability, every=every)
     yield from contexts(capability, every=every)

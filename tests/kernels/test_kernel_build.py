@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from ddtree.kernels import Plan, PlanRow, build
-from ddtree.tree import Nodes, RoundState, best_first, chain, union
+from ddtree.tree import Nodes, RoundState, best_first, chain, union, unpack
 
 MINUS = float("-inf")
 
@@ -130,6 +130,35 @@ def test_more_than_one_word(budget: int, width: int, device: torch.device) -> No
     log_q[..., 0] = -0.03125
     state = check(log_q, [plan], width, device)
     assert state.depths.max() > 40
+
+
+@pytest.mark.parametrize(("budget", "spine"), [(15, 0), (40, 2), (90, 0)])
+def test_the_chain_first(budget: int, spine: int, device: torch.device) -> None:
+    """The same rows with the chain's in front, in every mode; what is not a chain keeps its order."""
+    full = PlanRow(tree=True, chain=True, budget=budget, spine=spine, ranks=8, depth=9)
+    plans = [full, PlanRow(chain=True, depth=9), PlanRow(tree=True, budget=budget, ranks=8, depth=9), PlanRow(), full]
+    log_q, width = scores(len(plans), 9, 8, budget), full.rows
+    candidates = torch.arange(log_q.numel()).view(log_q.shape).to(device)
+    plan = Plan.allocate(len(plans), device)
+    plan.write(plans, width)
+    usual, moved = (RoundState.allocate(len(plans), width, 9, device) for _ in range(2))
+    build(log_q.to(device), candidates, plan, usual, width)
+    build(log_q.to(device), candidates, plan, moved, width, chain_first=True)
+    for index, asked in enumerate(plans):
+        rows, found = list(range(width)), moved.depths[index]
+        if asked.tree and asked.chain:
+            line = usual.member[index].nonzero().flatten().tolist()
+            rows = line + [row for row in rows if row not in line]
+            assert found[:10].tolist() == list(range(10))
+            assert moved.member[index].tolist() == [True] * 10 + [False] * (width - 10)
+            assert rows != sorted(rows)
+        for name in ("tokens", "depths", "member", "tree"):
+            assert torch.equal(getattr(moved, name)[index], getattr(usual, name)[index, rows]), name
+        parents = [rows.index(above) if above >= 0 else -1 for above in usual.parents[index, rows].tolist()]
+        assert moved.parents[index].tolist() == parents
+        assert all(above < row for row, above in enumerate(parents))
+        seen, before = (unpack(state.ancestors[index : index + 1], width)[0] for state in (moved, usual))
+        assert torch.equal(seen, before[rows][:, rows])
 
 
 def test_refuses(device: torch.device) -> None:

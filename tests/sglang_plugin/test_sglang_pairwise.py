@@ -95,7 +95,8 @@ def test_trees_go_by_the_pairs_and_chains_do_not(mode: str, gated: bool, device:
     grow(drafted, None, plain)
     assert paths(plain, 0, plain.state.tree) != paths(room, 0, room.state.tree)  # the head has a say
     assert paths(plain, 2) == paths(room, 2)
-    if mode == "shadow-linear":  # what may be committed is the very chain
+    if mode == "shadow-linear":  # what may be committed is the very chain, in the rows that it has alone
+        assert room.state.member[0].nonzero().flatten().tolist() == list(range(BLOCK))
         assert paths(plain, 0, plain.state.member) == paths(room, 0, room.state.member)
 
 

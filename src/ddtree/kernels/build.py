@@ -70,6 +70,7 @@ def build(
     width: int,
     lines: Lines | None = None,
     chained: bool = True,
+    chain_first: bool = False,
 ) -> None:
     """Lay the rows of every sequence into `state`, padded to `width`; the roots' tokens stay as they are.
 
@@ -82,6 +83,8 @@ def build(
         width: N, static: 1 to 256.
         lines: pair scores, in the stead of log_q.
         chained: a chain goes by the lines too; otherwise it takes the best of each depth, as without lines.
+        chain_first: of a sequence that verifies both, the chain's rows come first, where a chain alone would have them;
+            the tree's others follow in their order. Otherwise the tree comes first, and the rest of the chain last.
     Order: score, depth, path of places (without lines: of ranks); a score is one float32 addition to its parent's.
     Raises ValueError for shapes out of range (D up to 63, K up to 32).
     No heap: every laid row holds one candidate in its lane, and two maxima over the lanes (of one warp) find the best.
@@ -110,6 +113,7 @@ def build(
         words=words,
         paired=lines is not None,
         chained=chained and lines is not None,
+        chain_first=chain_first,
         num_warps=max(block // 128, 1),  # more rows do not fit into the registers of one
         **overlap(log_q.device),
     )

@@ -74,12 +74,14 @@ def build(
     words: tl.constexpr,
     paired: tl.constexpr,
     chained: tl.constexpr,
+    chain_first: tl.constexpr,
     overlap: tl.constexpr,
 ):
     """The spine, the best-first tree behind it, the rest of the chain behind that; then the tensors of the rows.
 
     edges: log_q, [D, K] each; with `paired` lines of scores [D, K, K], and places the ranks of each line: see pair.py.
     chained: the chain goes by the lines too; else by the first rank of every depth.
+    chain_first: the tensors have the chain's rows before all others, which keep their order.
     """
     follow(overlap)
     batch = tl.program_id(0).to(tl.int64)
@@ -161,16 +163,21 @@ def build(
         on_chain |= node == row
         d += 1
 
-    real = node < width
-    at = batch * pitch + node
+    place = node
+    if chain_first:
+        others = (on_chain == 0).to(tl.int32)
+        place = tl.where(on_chain, depth, d - 1 + tl.cumsum(others, 0))  # d rows are the chain's, with the root
+    real = place < width
+    at = batch * pitch + place
     kept = (node > 0) & (node < count)
     token = tl.load(candidates + (depth - 1) * ranks + rank, mask=kept & real, other=0)
     tl.store(tokens + at, token, mask=real & (node > 0))
     parent = tl.where(kept, parent, -1)
-    tl.store(parents + at, parent.to(tl.int64), mask=real)
+    above = tl.where(kept, tl.gather(place, tl.maximum(parent, 0), 0), -1)
+    tl.store(parents + at, above.to(tl.int64), mask=real)
     tl.store(depths + at, tl.where(kept, depth, 0).to(tl.int64), mask=real)
     shadows = (with_tree != 0) & (with_chain != 0)
     tl.store(member + at, (on_chain | (shadows == 0)).to(tl.uint8), mask=real)
     tl.store(tree + at, in_tree.to(tl.uint8), mask=real)
     for word in tl.static_range(words):
-        tl.store(ancestors + at * row_words + word, ancestor_bits(parent, node, word, 6), mask=real)
+        tl.store(ancestors + at * row_words + word, ancestor_bits(parent, place, word, 6), mask=real)

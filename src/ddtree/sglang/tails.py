@@ -34,10 +34,12 @@ def wanted(environment: Mapping[str, str] = os.environ) -> bool:
 def grow(drafted: Drafted, pairs: Pairs | None, room: Room) -> None:
     """Lay the rows of every request. pairs: what trees go by beside the candidates' own scores, where there is a head.
 
-    Chains are stock DFLASH's, the best token of every depth, whatever pairs say.
+    Chains are stock DFLASH's, the best token of every depth, whatever pairs say, and its first rows, also where a tree
+    is verified beside it: SGLang's attention adds up in the order of the rows.
     """
     lines = None if pairs is None else pairs.lines(drafted, room.plan)
-    kernels.build(drafted.log_q, drafted.tokens, room.plan, room.state, room.width, lines, chained=False)
+    order = {"chained": False, "chain_first": True}
+    kernels.build(drafted.log_q, drafted.tokens, room.plan, room.state, room.width, lines, **order)
 
 
 @dataclass
