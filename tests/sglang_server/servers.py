@@ -76,10 +76,11 @@ class Server:
 
 
 @contextmanager
-def serve(folder: Path, name: str, arguments: list[str], graphs: bool = False) -> Iterator[Server]:
+def serve(folder: Path, name: str, arguments: list[str], graphs: bool = False, ranks: int = 1) -> Iterator[Server]:
     """A server of the tiny model in `folder`, with the CPU's plug-in; its log lies there too.
 
     graphs: rounds end as captured graphs would end them, by the tails; a CPU has no graphs.
+    ranks: processes that share the model, by tensor parallelism; each is bound to a core.
     """
     port, log = _free_port(), folder / f"{name}.log"
     command = [sys.executable, "-m", "sglang.launch_server", "--model-path", str(folder / "target")]
@@ -95,6 +96,10 @@ def serve(folder: Path, name: str, arguments: list[str], graphs: bool = False) -
     command += ["--context-length", str(CONTEXT), "--max-total-tokens", "2048", "--max-running-requests", "4"]
     command += ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", *arguments]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
+    if ranks > 1:
+        cores = sorted(os.sched_getaffinity(0))
+        bound = "|".join(str(cores[rank % len(cores)]) for rank in range(ranks))
+        command, environment["SGLANG_CPU_OMP_THREADS_BIND"] = [*command, "--tp-size", str(ranks)], bound
     environment |= {
         "PYTHONPATH": os.pathsep.join(
             [str(HERE / "plugin"), str(HERE / "stubs"), *filter(None, [os.environ.get("PYTHONPATH")])]

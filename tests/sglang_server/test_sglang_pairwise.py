@@ -1,6 +1,7 @@
 """A drafter's pairwise head inside SGLang: the tokens are plain SGLang's, whatever it says; a good one saves rounds."""
 
 import json
+from collections import Counter
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -26,6 +27,7 @@ class Said:
     alone: list[Any]
     chained: list[Any]  # by a chain, as the request asks for
     few: list[Any]  # by a tree of fewer nodes
+    branched: list[Any]  # by a tree, whose path is committed
     sampled: Any
     told: Any  # its /server_info, of the plug-in
 
@@ -37,12 +39,13 @@ class Said:
 def ask(server: Server, speculates: bool = True) -> Said:
     alone = [server.generate(ids) for ids in PROMPTS]
     sampled, told = server.generate(PROMPTS[1], **SAMPLED), None
-    chained, few = [], []
+    chained, few, branched = [], [], []
     if speculates:
         chained = [server.generate(ids, custom_params={"ddtree_mode": "linear"}) for ids in THRICE]
         few = [server.generate(ids, custom_params=FEW) for ids in THRICE]
+        branched = [server.generate(ids, custom_params={"ddtree_mode": "tree"}) for ids in THRICE]
         told = server.info()["internal_states"][0]["ddtree"]
-    return Said(alone, chained, few, sampled, told)
+    return Said(alone, chained, few, branched, sampled, told)
 
 
 def rounds(answers: list[Any]) -> list[int]:
@@ -89,11 +92,11 @@ def write(drafter: Path, known: torch.Tensor, before: torch.Tensor, behind: torc
     PairwiseHead.of(known, VOCABULARY, (before, behind), rest, gate, mark).write(drafter / PairwiseHead.FILE)
 
 
-def serving(folder: Path, name: str, drafter: str, *more: str, graphs: bool = False) -> Any:
+def serving(folder: Path, name: str, drafter: str, *more: str, **how: Any) -> Any:
     arguments = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(folder / drafter)]
     arguments += ["--speculative-num-draft-tokens", str(BLOCK), "--speculative-ddtree-budget", str(BUDGET)]
     arguments += ["--speculative-ddtree-top-k", str(TOP_K)]
-    return serve(folder, name, [*arguments, *more], graphs)
+    return serve(folder, name, [*arguments, *more], **how)
 
 
 @pytest.fixture(scope="module")
@@ -109,18 +112,38 @@ def helped(folder: Path, plain: Said) -> Said:
         return ask(server)
 
 
+SHADOWED = ["--speculative-ddtree-pairwise", "on", "--speculative-ddtree-mode", "shadow-linear"]
+
+
 @pytest.fixture(scope="module")
 def lied(folder: Path, plain: Said) -> Said:
-    more = ["--speculative-ddtree-pairwise", "on", "--speculative-ddtree-mode", "shadow-linear"]
-    with serving(folder, "lied", LIES, *more) as server:
+    with serving(folder, "lied", LIES, *SHADOWED) as server:
         return ask(server)
 
 
-def test_no_token_depends_on_the_head(plain: Said, off: Said, helped: Said, lied: Said) -> None:
+@pytest.fixture(scope="module")
+def shared(folder: Path, plain: Said) -> Said:
+    """The same by two processes that share the model, with rounds that end as graphs end them."""
+    with serving(folder, "shared", LIES, *SHADOWED, graphs=True, ranks=2) as server:
+        return ask(server)
+
+
+def test_no_token_depends_on_the_head(plain: Said, off: Said, helped: Said, lied: Said, shared: Said) -> None:
     assert all(len(tokens) == TOKENS for tokens in plain.tokens())
-    for said in (off, helped, lied):
+    for said in (off, helped, lied, shared):
         assert said.tokens() == plain.tokens()
-        assert ids(said.chained) == ids(said.few) == ids(plain.alone)[: len(THRICE)]
+        assert ids(said.chained) == ids(said.few) == ids(said.branched) == ids(plain.alone)[: len(THRICE)]
+
+
+def test_two_ranks_grow_the_trees_of_one(folder: Path, lied: Said, shared: Said) -> None:
+    """Candidates are gathered, and so is what the head's gate makes: each rank proposes what one alone would."""
+    capped = [[answer["meta_info"]["spec_cap_length"] for answer in said.alone] for said in (lied, shared)]
+    assert capped[0] == capped[1]
+    for asked in ("alone", "chained", "few", "branched"):
+        assert rounds(getattr(shared, asked)) == rounds(getattr(lied, asked)), asked
+    assert rounds(shared.branched) != rounds(shared.chained)
+    one, two = ([*(folder / f"{name}.chains").read_text().splitlines()] for name in ("lied", "shared"))
+    assert Counter(two) == Counter(one + one)
 
 
 def test_a_head_that_knows_saves_rounds(off: Said, helped: Said) -> None:

@@ -37,6 +37,7 @@ def register():
         "speculative.dflash_info.DFlashVerifyInput.prepare_for_verify": verify,
         "sampling.sampling_batch_info.SamplingBatchInfo.from_schedule_batch": seed,
         "sampling.sampling_batch_info.SamplingBatchInfo.filter_batch": leave,
+        "distributed.parallel_state.GroupCoordinator.all_gather_into_tensor": gather,
         "layers.quantization.fp8.Fp8Config.get_supported_act_dtypes": types_quantised,
         "layers.quantization.fp8.Fp8LinearMethod.process_weights_after_loading": quantise,
         "layers.quantization.fp8.Fp8LinearMethod.apply": multiply_quantised,
@@ -108,6 +109,11 @@ def attend(original, self, q, k, v, layer, forward, save_kv_cache=True):
         )
         out.append(head[0].transpose(0, 1).reshape(rows, -1))
     return torch.cat(out)
+
+
+def gather(original, self, output, part):
+    """Between processes without a GPU; stock registers it as an operation of GPUs alone."""
+    self._all_gather_into_tensor(output, part)
 
 
 def seed(original, cls, batch, vocab_size):
