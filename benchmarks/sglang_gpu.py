@@ -67,9 +67,10 @@ def conclude(run: Run) -> None:
     servers = run.report["servers"]
     with_ids = {name: found for name, found in servers.items() if "ids" in found}
     for name, found in with_ids.items():
-        for base in ("plain", "dflash"):
-            if base in with_ids and base != name:
-                same = sum(a == b for a, b in zip(found["ids"], with_ids[base]["ids"], strict=True))
+        for base in ("plain", "dflash"):  # of the same type or backend, where there is one
+            other = next((one for one in (base + name[len(name.partition("@")[0]) :], base) if one in with_ids), name)
+            if other != name:
+                same = sum(a == b for a, b in zip(found["ids"], with_ids[other]["ids"], strict=True))
                 run.note(name, **{f"same_ids_as_{base}": same})
     judged = {name: list(zip(run.prompts, found["ids"], strict=True)) for name, found in with_ids.items()}
     for name, found in with_ids.items():

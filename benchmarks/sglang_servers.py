@@ -119,6 +119,9 @@ class Server:
                 return json.loads(answer.read() or b"null")
         except urllib.error.HTTPError as error:
             raise RuntimeError(f"HTTP {error.code}: {error.read().decode(errors='replace')[:500]}") from error
+        except TimeoutError:
+            self.settings.left(1)  # Ended, where it was the run's time that was over
+            raise
 
     def generate(self, ids: Sequence[int], tokens: int, **params: Any) -> dict[str, Any]:
         """Greedy and without an end unless told otherwise; `seconds` is how long it took."""
