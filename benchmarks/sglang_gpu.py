@@ -58,7 +58,8 @@ def check(run: Run, servers: Sequence[Server], names: Sequence[str], answered: d
                 plain[name] = told[name]
             short = {k: v for k, v in told[name].items() if k not in ("judged", "drawn", "said")}
             run.say(server.name, name, "ok" if told[name]["ok"] else "NOT OK", short)
-            kept = {name: {k: v for k, v in found.items() if k != "drawn"} for name, found in told.items()}
+            left = {"drawn"} if run.options.judge else {"drawn", "judged"}
+            kept = {name: {k: v for k, v in found.items() if k not in left} for name, found in told.items()}
             run.note(server.name, checks=kept, problem=server.problem)
 
 
