@@ -133,6 +133,7 @@ class Answers:
     together: list[Any] = field(default_factory=list)
     continued: Any = None  # a prompt that ends within the first answer, whose cache a tree wrote
     limit: Any = None
+    stopped: Any = None  # at a token of the first answer's middle, and so in the middle of a path
     sampled: list[Any] = field(default_factory=list)
     regex: Any = None
     biased: Any = None
@@ -155,6 +156,8 @@ def ask(server: Server, requests: dict[str, dict[str, Any]]) -> Answers:
     first = PROMPTS[0] + found.alone[0]["output_ids"][: TOKENS // 2]
     found.continued = server.generate(first, TOKENS // 2)
     found.limit = server.generate(LONG, CONTEXT - len(LONG))
+    stop = {"ignore_eos": False, "stop_token_ids": [found.alone[0]["output_ids"][TOKENS // 2]]}
+    found.stopped = server.generate(PROMPTS[0], **stop)
     filters: list[dict[str, Any]] = [{}, {"top_k": 5}, {"top_p": 0.8}]
     found.sampled = [server.generate(PROMPTS[1], **SAMPLED, **filtered) for filtered in filters]
     found.regex = server.generate(PROMPTS[2], regex=REGEX, ignore_eos=False)

@@ -13,6 +13,7 @@ from tiny import BLOCK, make_drafter, make_target
 from ddtree.sglang.stages import STAGES
 
 BUDGET = 15
+CHUNK = 32  # of a prefill; plain SGLang takes every prompt at once
 GRAPHS = " by graphs"  # its rounds end as captured graphs end them, wherever the argmax is what is asked for
 SERVERS = ["linear", "shadow-linear", "tree" + GRAPHS]
 REQUESTS = {
@@ -58,7 +59,7 @@ def mode(server: str) -> str:
 def answers(folder: Path, plain: Answers, server: str, mode: str) -> Answers:
     arguments = ["--speculative-algorithm", "DDTREE", "--speculative-draft-model-path", str(folder / "drafter")]
     arguments += ["--speculative-num-draft-tokens", str(BLOCK), "--speculative-ddtree-mode", mode]
-    arguments += ["--speculative-ddtree-budget", str(BUDGET)]
+    arguments += ["--speculative-ddtree-budget", str(BUDGET), "--chunked-prefill-size", str(CHUNK)]
     with serve(folder, server, arguments, server.endswith(GRAPHS)) as running:
         found = ask(running, REQUESTS)
     (folder / f"{server}.json").write_text(json.dumps(asdict(found)))
@@ -104,6 +105,18 @@ def test_up_to_the_context_limit(plain: Answers, answers: Answers) -> None:
     assert ids(answers.limit) == ids(plain.limit)
     assert answers.limit["meta_info"]["finish_reason"]["type"] == "length"
     assert len(LONG) + len(ids(answers.limit)) >= CONTEXT - 2
+
+
+def test_prefill_in_chunks(folder: Path, answers: Answers, server: str) -> None:
+    """The long prompt of the test above; its drafter's context comes in pieces too."""
+    pieces = re.findall(r"Prefill batch.*#new-token: (\d+)", (folder / f"{server}.log").read_text())
+    assert [int(piece) for piece in pieces].count(CHUNK) >= len(LONG) // CHUNK
+    assert answers.limit["meta_info"]["spec_accept_length"] > 1.5
+
+
+def test_stops_in_the_middle_of_a_path(plain: Answers, answers: Answers) -> None:
+    assert ids(answers.stopped) == ids(plain.stopped) == ids(plain.alone[0])[: TOKENS // 2 + 1]
+    assert answers.stopped["meta_info"]["finish_reason"] == plain.stopped["meta_info"]["finish_reason"]
 
 
 def test_sampled(plain: Answers, answers: Answers, mode: str) -> None:
