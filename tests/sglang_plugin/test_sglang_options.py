@@ -90,6 +90,20 @@ def test_a_request_that_is_refused(options: Options, custom: dict[str, object], 
     refused = options.refusal(custom, 16)
     assert refused is not None
     assert message in refused
+    # With overlap SGLang gives a refused request one more round, in the company of others, which must not end by it.
+    assert options.granted(custom, 16) == options.plan(None, 16)
+
+
+def test_custom_params_that_are_no_object_are_refused() -> None:
+    options = Options("tree", 31)
+    assert "must be an object" in str(options.refusal(["ddtree_budget"], 16))  # type: ignore[arg-type]
+    assert options.granted(["ddtree_budget"], 16) == options.plan(None, 16)  # type: ignore[arg-type]
+
+
+def test_what_is_granted_is_the_plan() -> None:
+    options = Options("tree", 31)
+    for custom in (None, {"other": 1}, {"ddtree_budget": 5}, {"ddtree_mode": "linear"}):
+        assert options.granted(custom, 16) == options.plan(custom, 16)
 
 
 @pytest.mark.parametrize("mode", ["linear", "shadow-linear", "tree"])

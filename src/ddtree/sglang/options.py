@@ -90,8 +90,14 @@ class Options:
             )
         return plan
 
+    def granted(self, custom: Mapping[str, Any] | None, block: int) -> PlanRow:
+        """As plan; the server's own for a request that is refused: with overlap it has a round before it is gone."""
+        return self.plan(None if self.refusal(custom, block) else custom, block)
+
     def refusal(self, custom: Mapping[str, Any] | None, block: int) -> str | None:
         """Why a request cannot be served as it asks; None where it can."""
+        if custom is not None and not isinstance(custom, Mapping):
+            return f"custom_params must be an object with names and values, not {custom!r}"
         if not any(name in (custom or {}) for name in REQUEST_FIELDS):
             return None
         if self.mode == "linear":

@@ -287,4 +287,4 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         return room
 
     def _plan_of(self, custom: dict[str, Any] | None) -> PlanRow:
-        return self.options.plan(custom, self.block_size) if custom else self.usual
+        return self.options.granted(custom, self.block_size) if custom else self.usual
