@@ -35,13 +35,17 @@ class Head:
         return Drafted(log_q=self.log_q[:size], tokens=self.tokens[:size], states=self.states[:size])
 
 
-def make_room(device: torch.device, mode: str = "tree", backend: str = "triton", fits: int = SIZE) -> Room:
+def make_room(
+    device: torch.device, mode: str = "tree", backend: str = "triton", fits: int = SIZE, deterministic: bool = False
+) -> Room:
     options = Options(mode, 15)
     width = options.rows(BLOCK)
     buffer = torch.full((SIZE * width * (CONTEXT + width),), 9, dtype=torch.uint8, device=device)
     runner = SimpleNamespace(
         server_args=SimpleNamespace(
-            get_attention_backends=lambda: (backend, backend), speculative_attention_mode="prefill"
+            get_attention_backends=lambda: (backend, backend),
+            speculative_attention_mode="prefill",
+            enable_deterministic_inference=deterministic,
         ),
         model_config=SimpleNamespace(context_len=CONTEXT),
         attn_backend=SimpleNamespace(verify_mask=SimpleNamespace(buffer=buffer, fits=lambda size: size <= fits)),

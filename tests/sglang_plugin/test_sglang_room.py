@@ -20,7 +20,9 @@ def room(mode: str = "tree", backend: Any = None) -> Room:
     options = Options(mode, 15)
     runner = SimpleNamespace(
         server_args=SimpleNamespace(
-            get_attention_backends=lambda: ("triton", "triton"), speculative_attention_mode="prefill"
+            get_attention_backends=lambda: ("triton", "triton"),
+            speculative_attention_mode="prefill",
+            enable_deterministic_inference=False,
         ),
         model_config=SimpleNamespace(context_len=CONTEXT),
         attn_backend=backend,
@@ -69,7 +71,7 @@ def test_a_mask_goes_into_the_graphs_own_buffer_where_it_fits() -> None:
 
 def test_a_mask_of_the_prefix_too_is_a_buffer_of_ours() -> None:
     backend = SimpleNamespace(verify_mask=SimpleNamespace(buffer=torch.zeros(9), fits=lambda size: True))
-    masks = MaskRoom(backend, CONTEXT, WIDTH, prefix=True)
+    masks = MaskRoom(backend, CONTEXT, WIDTH, prefix=True, packs=True)
     written, carried = masks.take(torch.tensor([5]), 5)
     assert carried.dtype == torch.bool
     assert carried.numel() == WIDTH * (5 + WIDTH)

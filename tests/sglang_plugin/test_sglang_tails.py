@@ -73,6 +73,23 @@ def test_growth(backend: str, fits: int, laid: set[int], device: torch.device) -
     assert all(same) if laid else not any(same)
 
 
+def test_deterministic_inference_reads_the_cached_tokens_of_a_graphs_mask(device: torch.device) -> None:
+    room = make_room(device, deterministic=True)
+    buffer = room.mask.backend.verify_mask.buffer  # whose every byte is 9 before
+    for more in (0, 3):  # the second round's lines lie elsewhere
+        staged(room, 0, more)
+        Growth(Head(device), room)(torch.zeros(SIZE * BLOCK, 4))
+        lengths, start = room.block.lengths[:SIZE].tolist(), 0
+        for length in lengths:
+            lines = buffer[start : start + room.width * (length + room.width)].view(room.width, -1)
+            assert (lines[:, :length] == 1).all()
+            assert lines[:, length:].max() == 1
+            start += lines.numel()
+        buffer.fill_(0)
+    written, carried = room.mask.take(torch.tensor(lengths), sum(lengths))
+    assert written.data_ptr() == carried.data_ptr() == buffer.data_ptr()
+
+
 @pytest.mark.parametrize("mode", ["tree", "shadow-linear"])
 def test_keeping(mode: str, device: torch.device) -> None:
     room = make_room(device, mode)

@@ -11,7 +11,7 @@ from ddtree.kernels.backend import power_of_two
 from ddtree.sglang.rows import Block, Links
 from ddtree.tree import RoundState, Rows
 
-FULL_MASK_BACKENDS = ("flashinfer",)  # read the mask of the cached tokens too
+PACKING_BACKENDS = ("flashinfer",)  # pack a mask of their own from ours, that of the cached tokens too
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,10 @@ class Room:
         prefill, decode = worker.sglang.attention_backends(runner)
         mode = worker.sglang.setting(runner.server_args, "speculative_attention_mode")
         verifies = decode if mode == "decode" else prefill
-        context, prefix = runner.model_config.context_len, verifies in FULL_MASK_BACKENDS
-        self.mask = MaskRoom(runner.attn_backend, context, width, prefix)
+        # Deterministic inference has a triton kernel of its own, which reads the cached tokens' columns too.
+        whole = worker.sglang.setting(runner.server_args, "enable_deterministic_inference")
+        context, packs = runner.model_config.context_len, verifies in PACKING_BACKENDS
+        self.mask = MaskRoom(runner.attn_backend, context, width, packs or bool(whole), packs)
         self._views: dict[int, View] = {}
 
     def tell(self, plans: list[PlanRow], width: int) -> bool:
@@ -77,15 +79,18 @@ class Room:
 
 
 class MaskRoom:
-    """Where a round's mask is written: the backend's own graph buffer where it has one, else a buffer of ours."""
+    """Where a round's mask is written: the backend's own graph buffer where it has one, else a buffer of ours.
 
-    def __init__(self, backend: Any, context: int, width: int, prefix: bool) -> None:
-        self.backend, self.context, self.width, self.prefix = backend, context, width, prefix
+    prefix: the cached tokens' columns are read too; packs: the backend's graphs read no mask that we could write.
+    """
+
+    def __init__(self, backend: Any, context: int, width: int, prefix: bool, packs: bool = False) -> None:
+        self.backend, self.context, self.width, self.prefix, self.packs = backend, context, width, prefix, packs
         self._own: Tensor | None = None
 
     def graphs(self, size: int) -> Tensor | None:
-        """The uint8 buffer that graphs of `size` requests read, where the mask of the rows alone is all they read."""
-        graph = None if self.prefix else getattr(self.backend, "verify_mask", None)
+        """The uint8 buffer that graphs of `size` requests read; None where there is none."""
+        graph = None if self.packs else getattr(self.backend, "verify_mask", None)
         return graph.buffer.view(torch.uint8) if graph is not None and graph.fits(size) else None
 
     def take(self, lengths: Tensor, longest: int) -> tuple[Tensor, Tensor]:

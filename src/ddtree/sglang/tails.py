@@ -63,7 +63,7 @@ class Growth:
         mask = room.mask.graphs(size)
         if mask is not None:
             now = room.view(size)
-            lay.lay(now.rows, now.block.lengths, mask, now.links, prefix=False)
+            lay.lay(now.rows, now.block.lengths, mask, now.links, prefix=room.mask.prefix)
             self.laid[size] = mask
 
     def has_laid(self, size: int, mask: Tensor) -> bool:
