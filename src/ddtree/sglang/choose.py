@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessorOutput
-from sglang.srt.layers.sampler import apply_custom_logit_processor
 from torch import Tensor
 
 from ddtree.sglang.penalties import RoundPenalties
@@ -33,13 +32,26 @@ def adjust(logits: Tensor, info: Any, rows: Rows, grammar_mask: Any, penalties: 
     width = rows.tokens.shape[1]
     if info is not None:
         if info.has_custom_logit_processor:
-            apply_custom_logit_processor(logits, info, num_tokens_in_batch=width)
+            _process(logits.view(*rows.tokens.shape, -1), info)
         if penalties is not None:
             penalties.apply(logits, rows)
         if info.logit_bias is not None:
             logits.add_(info.logit_bias.repeat_interleave(width, 0))
     if grammar_mask is not None:
         grammar_mask.apply(logits)
+
+
+def _process(logits: Tensor, info: Any) -> None:
+    """Custom logit processors, in place, row after row of the requests that have them. logits: [B, N, V].
+
+    SGLang calls them with a line of logits for each request; some take the line of a request by its number, so that all
+    rows at once (as stock DFLASH calls them) would have the first rows of the first request alone changed.
+    """
+    for processor, asks in info.custom_logit_processor.values():
+        requests = asks.nonzero(as_tuple=True)[0]
+        params = [info.custom_params[at] for at in requests.tolist()]
+        for row in range(logits.shape[1]):
+            logits[requests, row] = processor(logits[requests, row], params)
 
 
 def choose(logits: Tensor, info: Any, positions: Tensor, sampler: Any, group: Any) -> Tensor:
