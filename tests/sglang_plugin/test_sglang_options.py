@@ -60,8 +60,16 @@ def test_rows(mode: str, rows: int) -> None:
 
 
 def test_rows_that_do_not_fit() -> None:
-    with pytest.raises(InvalidOption, match="256 and 63"):
+    with pytest.raises(InvalidOption, match="make 266 rows; at most 256 can be verified: lower --spec"):
         Options("shadow-linear", budget=250).rows(16)
+
+
+@pytest.mark.parametrize("block", [1, 65])
+@pytest.mark.parametrize("mode", ["tree", "shadow-linear"])
+def test_blocks_that_no_tree_grows_from(mode: str, block: int) -> None:
+    with pytest.raises(InvalidOption, match=f"of 2 to 64 tokens, not {block}: set --speculative-num-draft-tokens"):
+        Options(mode, budget=3).rows(block)
+    assert Options("linear").rows(block) == block  # stock's own
 
 
 def test_a_request_narrows_the_plan() -> None:

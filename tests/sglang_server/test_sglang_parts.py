@@ -196,13 +196,82 @@ def test_what_is_captured_into_the_draft_graph(tails: bool, monkeypatch: pytest.
     assert found == (Growth(("head", 2), "room", worker.pairs) if tails else ("head", 2))
 
 
+def test_a_refused_request_has_the_servers_plan() -> None:
+    """With overlap it has one more round, in which an error would end the scheduler."""
+    from ddtree.sglang.options import Options
+    from ddtree.sglang.worker import DDTreeWorker
+
+    worker = object.__new__(DDTreeWorker)
+    worker.options, worker.block_size = Options("tree", 31), 16
+    worker.usual = worker.options.plan(None, 16)
+    for refused in ({"ddtree_budget": 99}, {"ddtree_mode": "bush", "__req__": object()}, ["ddtree_budget"]):
+        assert worker._plan_of(refused) == worker.usual
+    assert worker._plan_of({"ddtree_budget": 5, "__req__": object()}).budget == 5
+    assert worker._plan_of(None) is worker.usual
+
+
+def test_custom_logit_processors_change_the_rows_of_their_own_requests() -> None:
+    """Those that take the line of a request by its number too, as SGLang's thinking budgets do."""
+    from ddtree.sglang.choose import adjust
+
+    class ByNumber:
+        def __call__(self, logits: torch.Tensor, params: list[Any]) -> torch.Tensor:
+            assert len(logits) == len(params) == 2
+            for at, param in enumerate(params):
+                logits[at, param["token"]] = 50.0
+            return logits
+
+    asks = torch.tensor([True, False, True])
+    found = info(
+        has_custom_logit_processor=True,
+        custom_logit_processor={1: (ByNumber(), asks)},
+        custom_params=[{"token": 1}, None, {"token": 3}],
+    )
+    logits = torch.zeros(3 * WIDTH, VOCABULARY)
+    rows = Rows(*(torch.zeros(3, WIDTH, dtype=torch.int64) for _ in range(3)), torch.zeros(3, WIDTH, 1))
+    adjust(logits, found, rows, None, None)
+    expected = torch.zeros(3, WIDTH, VOCABULARY)
+    expected[0, :, 1] = expected[2, :, 3] = 50.0
+    assert torch.equal(logits.view(3, WIDTH, -1), expected)
+
+
+def test_one_tensor_parallel_rank_counts_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.sglang import hooks
+
+    counted: list[Any] = []
+    monkeypatch.setattr(hooks.metrics, "count", lambda *numbers: counted.append(numbers))
+    scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(name="DDTREE"))
+    for enabled, first in ((True, True), (True, False), (False, True)):
+        reporter = SimpleNamespace(enable_metrics=enabled, is_stats_logging_rank=first, scheduler=scheduler)
+        hooks.count_rounds(None, reporter, 2, 5, num_cap_tokens=9)
+    assert counted == [(2, 5, 9)]
+
+
+def test_a_mask_has_room_for_the_round_behind_a_contexts_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    from sglang.srt import runtime_context
+
+    from ddtree.sglang import hooks
+
+    for algorithm, room in (("DDTREE", 108), ("EAGLE", 100)):
+        spec = SimpleNamespace(speculative_algorithm=algorithm, speculative_dflash_block_size=8)
+        monkeypatch.setattr(runtime_context, "get_spec", lambda spec=spec: spec)
+        assert hooks.mask_headroom(lambda **named: named, max_context_len=100, max_bs=2) == {
+            "max_context_len": room,
+            "max_bs": 2,
+        }
+
+
 REFUSED = [  # argument, its value, what is said
     ("attention_backend", "fa3", "not fa3: add --attention-backend triton"),
     ("page_size", 16, "the page size is 16: add --page-size 1"),
     ("disaggregation_mode", "decode", "--dcp-size and --disaggregation-mode, or"),
     ("dcp_size", 2, "whole cache in one server"),
-    ("enable_return_routed_experts", True, "what --enable-return-routed-experts asks for"),
-    ("enable_return_indexer_topk", True, "what --enable-return-indexer-topk asks for"),
+    ("enable_return_routed_experts", True, "do not go with --enable-return-routed-experts: drop it"),
+    ("enable_return_indexer_topk", True, "do not go with --enable-return-indexer-topk: drop it"),
+    ("enable_two_batch_overlap", True, "do not go with --enable-two-batch-overlap: drop it"),
+    ("enable_pdmux", True, "do not go with --enable-pdmux: drop it"),
+    ("speculative_accept_threshold_single", 0.5, "know no --speculative-accept-threshold-single: drop it"),
+    ("speculative_accept_threshold_acc", 0.5, "know no --speculative-accept-threshold-acc: drop it"),
     ("linear_attn_verify_backend", "flashinfer", "by SGLang's Triton kernels alone"),
     ("enable_linear_replayssm_spec", True, "by SGLang's Triton kernels alone"),
     ("speculative_draft_window_size", 64, "know no --speculative-draft-window-size"),
@@ -231,7 +300,42 @@ def test_what_trees_cannot_be_combined_with(name: str, value: Any, said: str, mo
         algorithm._check(arguments)
 
 
-@pytest.mark.parametrize("asked", ["return_logprob", "return_sampling_mask"])
+def test_trees_simulate_no_acceptance(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ddtree.errors import InvalidOption
+    from ddtree.sglang.algorithm import _check_acceptance
+
+    arguments = SimpleNamespace(speculative_accept_threshold_single=1.0, speculative_accept_threshold_acc=1.0)
+    _check_acceptance(arguments)
+    monkeypatch.setenv("SGLANG_SIMULATE_ACC_LEN", "3")
+    with pytest.raises(InvalidOption, match="unset SGLANG_SIMULATE_ACC_LEN"):
+        _check_acceptance(arguments)
+
+
+@pytest.mark.parametrize("lazy", [True, False])
+def test_linear_refuses_what_sglang_refuses_of_dflash_by_its_name(lazy: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """0.5.17 asks by the name whether states can be kept lazily; both releases whether ReplaySSM fits the model."""
+    from sglang.srt.configs import hybrid_arch
+
+    from ddtree.errors import InvalidOption
+    from ddtree.sglang import algorithm
+
+    monkeypatch.setattr(hybrid_arch, "kimi_linear_config", lambda model: None)
+    release = SimpleNamespace(lazy_chain=lazy, model_config=lambda server_args: "Qwen3-Next's")
+    monkeypatch.setattr(algorithm, "adapter", lambda: release)
+    arguments = SimpleNamespace(mamba_radix_cache_strategy="extra_buffer", enable_linear_replayssm_spec=False)
+    algorithm._check_chain(arguments)
+    arguments.mamba_radix_cache_strategy = "extra_buffer_lazy"
+    if not lazy:
+        with pytest.raises(InvalidOption, match="extra_buffer_lazy: take extra_buffer"):
+            algorithm._check_chain(arguments)
+        return
+    algorithm._check_chain(arguments)
+    arguments.enable_linear_replayssm_spec = True
+    with pytest.raises(InvalidOption, match=r"with KDA models \(Kimi Linear\) alone: drop it"):
+        algorithm._check_chain(arguments)
+
+
+@pytest.mark.parametrize("asked", ["return_logprob", "return_sampling_mask", "return_hidden_states"])
 def test_what_a_tree_does_not_give_is_refused(asked: str, monkeypatch: pytest.MonkeyPatch) -> None:
     from sglang.srt import runtime_context
 

@@ -24,6 +24,7 @@ class Release0517:
     moved: Mapping[str, str] = MappingProxyType({})  # where a hook's target went since 0.5.17
     warning: str | None = None
     tails = True  # whether SGLang's graphs are captured with the ends of our rounds
+    lazy_chain = False  # whether DFLASH keeps recurrent states by the strategy extra_buffer_lazy
 
     # --- arguments, while they are settled
 
@@ -94,6 +95,7 @@ class Release0523(Release0517):
     moved = MappingProxyType(
         {DEFAULT_BACKEND: "sglang.srt.arg_groups.attention_hook.handle_attention_backend_compatibility"}
     )
+    lazy_chain = True
     tails = False  # its graphs were read, but not run: what lies in them would be hard to see
     warning = "DDTREE was run in SGLang 0.5.23 on a CPU alone, never on a GPU: compare its answers with plain SGLang's"
 

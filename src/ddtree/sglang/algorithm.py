@@ -13,6 +13,12 @@ from ddtree.sglang.options import Options
 NAME = "DDTREE"
 MASKING_BACKENDS = {"triton", "flashinfer"}  # attention backends that verify a tree by its mask; tests add theirs
 DEFAULT_BLOCK = 16
+NOT_WITH_TREES = (  # rounds return no such things, and are whole batches on one stream
+    "enable_return_routed_experts",
+    "enable_return_indexer_topk",
+    "enable_two_batch_overlap",
+    "enable_pdmux",
+)
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +85,9 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
         block = int(server_args.speculative_num_draft_tokens or DEFAULT_BLOCK)
         server_args.speculative_dflash_block_size = block
         server_args.speculative_num_draft_tokens = options.rows(block)
-        if options.mode != "linear":
+        if options.mode == "linear":
+            _check_chain(server_args)
+        else:
             tails.wanted()  # or its variable is refused now, before anything loads
             _check(server_args)
             server_args.speculative_eagle_topk = 2  # above 1, recurrent layers keep a state for every row of a tree
@@ -91,6 +99,23 @@ class DDTreeAlgorithm(CustomSpecAlgo):  # type: ignore[misc]
             options.budget,
             options.top_k,
             options.pairwise,
+        )
+
+
+def _check_chain(server_args: Any) -> None:
+    """What SGLang refuses of DFLASH by that name, which ours is not."""
+    from sglang.srt.configs.hybrid_arch import kimi_linear_config
+
+    lazy = server_args.mamba_radix_cache_strategy == "extra_buffer_lazy"
+    if lazy and not adapter().lazy_chain:
+        raise InvalidOption(
+            "DDTREE's linear mode is SGLang's DFLASH worker, which does not keep states by "
+            "--mamba-radix-cache-strategy extra_buffer_lazy: take extra_buffer"
+        )
+    if server_args.enable_linear_replayssm_spec and kimi_linear_config(adapter().model_config(server_args)) is None:
+        raise InvalidOption(
+            "DDTREE's linear mode is SGLang's DFLASH worker, which takes --enable-linear-replayssm-spec with KDA models "
+            "(Kimi Linear) alone: drop it"
         )
 
 
@@ -112,6 +137,7 @@ def _check(server_args: Any) -> None:
             "--speculative-ddtree-mode linear"
         )
     _check_placement(server_args)
+    _check_acceptance(server_args)
     if server_args.linear_attn_verify_backend not in (None, "triton") or server_args.enable_linear_replayssm_spec:
         raise InvalidOption(
             "DDTREE's trees go through recurrent layers by SGLang's Triton kernels alone: drop "
@@ -133,12 +159,29 @@ def _check_placement(server_args: Any) -> None:
             "DDTREE's trees want a request's whole cache in one server: drop --enable-dp-attention (--attn-dp-size), "
             "--dcp-size and --disaggregation-mode, or --speculative-ddtree-mode linear"
         )
-    for name in ("enable_return_routed_experts", "enable_return_indexer_topk"):
+    for name in NOT_WITH_TREES:
         if getattr(server_args, name):
             raise InvalidOption(
-                f"DDTREE's trees do not return what --{name.replace('_', '-')} asks for: drop it, or "
+                f"DDTREE's trees do not go with --{name.replace('_', '-')}: drop it, or add "
                 "--speculative-ddtree-mode linear"
             )
+
+
+def _check_acceptance(server_args: Any) -> None:
+    """A tree's path is accepted by the tokens that were drawn, and by nothing else."""
+    from sglang.srt.environ import envs
+
+    for name in ("speculative_accept_threshold_single", "speculative_accept_threshold_acc"):
+        if getattr(server_args, name) not in (None, 1.0):
+            raise InvalidOption(
+                f"DDTREE's trees keep the target's own distribution, and know no --{name.replace('_', '-')}: drop it, "
+                "or add --speculative-ddtree-mode linear"
+            )
+    if envs.SGLANG_SIMULATE_ACC_LEN.get() > 0:
+        raise InvalidOption(
+            "DDTREE's trees simulate no acceptance: unset SGLANG_SIMULATE_ACC_LEN, or add "
+            "--speculative-ddtree-mode linear"
+        )
 
 
 def _check_recurrent(server_args: Any) -> None:

@@ -10,6 +10,11 @@ from ddtree.sglang.options import Options, add_flags
 
 logger = logging.getLogger(__name__)
 Original = Any  # what an AROUND hook wraps
+NOT_GIVEN = (
+    ("return_logprob", "log-probabilities"),
+    ("return_sampling_mask", "sampling masks"),
+    ("return_hidden_states", "hidden states"),
+)
 
 
 def flags(result: Any, parser: Any) -> None:
@@ -54,6 +59,15 @@ def row_headroom(original: Original, *server_args: Any) -> int:
     return max(extra, 2 * int(settled.speculative_num_draft_tokens) + 4)
 
 
+def mask_headroom(original: Original, *, max_context_len: int, **named: Any) -> Any:
+    """The mask that graphs read: with overlap a finished request's last round lies up to a block past the context."""
+    from sglang.srt.runtime_context import get_spec
+
+    settled = get_spec()
+    extra = int(settled.speculative_dflash_block_size) if _is_ours(settled) else 0
+    return original(max_context_len=max_context_len + extra, **named)
+
+
 def relays_hidden_states(original: Original, *server_args: Any) -> bool:
     """Whether drafts want the target's hidden states by way of the scheduler: stock knows that of DFLASH by name."""
     from sglang.srt.runtime_context import get_spec
@@ -69,8 +83,8 @@ def refuse_request(original: Original, req: Any, enable_overlap: bool) -> str | 
     if reason is not None or not _is_ours(get_spec()):
         return None if reason is None else str(reason)
     if Options.read().mode != "linear":
-        for asked, told in (("return_logprob", "log-probabilities"), ("return_sampling_mask", "sampling masks")):
-            if getattr(req, asked, False):  # 0.5.17 refuses both itself
+        for asked, told in NOT_GIVEN:  # SGLang refuses some of them itself
+            if getattr(req, asked, False):
                 return f"DDTREE gives no {told} where trees are verified: ask without {asked}, or of a linear server"
     return Options.read().refusal(req.sampling_params.custom_params, int(get_spec().speculative_dflash_block_size))
 
@@ -84,7 +98,8 @@ def drafted_embeddings(result: Any, model_runner: Any, forward_batch: Any, *rest
 
 def count_rounds(result: Any, reporter: Any, bs: int, num_correct_drafts: int, *rest: Any, **named: Any) -> None:
     """After SGLang has counted a batch's rounds: count them beside it."""
-    if reporter.enable_metrics and _is_algorithm(reporter.scheduler.spec_algorithm):
+    told = reporter.enable_metrics and reporter.is_stats_logging_rank  # of tensor-parallel ranks, one
+    if told and _is_algorithm(reporter.scheduler.spec_algorithm):
         metrics.count(bs, num_correct_drafts, int(named.get("num_cap_tokens", 0)))
 
 

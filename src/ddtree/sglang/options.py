@@ -62,11 +62,18 @@ class Options:
 
         Raises InvalidOption where they do not fit the kernels.
         """
-        rows = {"linear": block, "tree": 1 + self.budget, "shadow-linear": block + self.budget}[self.mode]
-        if block - 1 > MOST_DEPTHS or rows > MOST_ROWS:
+        if self.mode == "linear":
+            return block
+        if not 2 <= block <= MOST_DEPTHS + 1:
             raise InvalidOption(
-                f"a block of {block} and a budget of {self.budget} make {rows} rows of {block - 1} depths; at most "
-                f"{MOST_ROWS} and {MOST_DEPTHS} can be verified: lower {told('budget')}"
+                f"a tree needs a drafter's block of 2 to {MOST_DEPTHS + 1} tokens, not {block}: set "
+                f"--speculative-num-draft-tokens, or {_flag('mode')} linear"
+            )
+        rows = 1 + self.budget if self.mode == "tree" else block + self.budget
+        if rows > MOST_ROWS:
+            raise InvalidOption(
+                f"a block of {block} and a budget of {self.budget} make {rows} rows; at most {MOST_ROWS} can be "
+                f"verified: lower {told('budget')}"
             )
         return rows
 

@@ -46,6 +46,7 @@ HOOKS = (
     ),
     ("model_executor.runner.base_runner.create_dummy_verify_input", hooks.dummy_verify_input, "AROUND"),
     ("mem_cache.kv_cache_configurator.get_req_to_token_extra_context_len", hooks.row_headroom, "AROUND"),
+    ("layers.attention.verify_mask.maybe_create_verify_mask", hooks.mask_headroom, "AROUND"),
     ("speculative.spec_utils.spec_need_hidden_states", hooks.relays_hidden_states, "AROUND"),
     ("model_executor.model_runner.ModelRunner._extend_forward_kwargs", hooks.drafted_embeddings, "AFTER"),
     (

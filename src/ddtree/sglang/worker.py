@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ddtree import kernels
 from ddtree.kernels import PlanRow
-from ddtree.sglang import metrics, tails
+from ddtree.sglang import limits, metrics, tails
 from ddtree.sglang import rows as lay
 from ddtree.sglang.adapters import adapter
 from ddtree.sglang.choose import adjust, choose, takes_argmax
@@ -40,19 +40,23 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
     def __init__(self, server_args: Any, *rest: Any, **named: Any) -> None:
         self.options, self.sglang = Options.read(), adapter()
         block = int(self.sglang.setting(server_args, "speculative_dflash_block_size"))
+        self.width, self.depth = self.options.rows(block), block - 1
+        limits.check_rows(self.width, int(self.sglang.setting(server_args, "speculative_num_draft_tokens")))
         with self.sglang.draft_arguments(server_args, block) as draft_args:
             super().__init__(draft_args, *rest, **named)
         self.sglang.started(self)
         self.server_args = server_args
-        self.width, self.depth = self.options.rows(block), block - 1
         self.group = get_tp_group()
         # What cannot be had is refused now.
+        runner = self.model_runner
+        limits.check_window(runner.sliding_window_size, runner.model_config.context_len, self.width)
         weight, _ = plain_weight(getattr(self.model_runner.model, "lm_head", None), self.group.world_size)
         cache = self.sglang.setting(server_args, "download_dir")
         drafter, vocab_size = self.draft_model_runner.model_config, self.model_runner.model_config.vocab_size
         paired = load(self.options.pairwise, drafter, vocab_size, cache)
         self.pairs = None if paired is None else Pairs(paired, weight, self.group)
-        counted = self.sglang.setting(server_args, "enable_metrics")
+        # One rank counts: SGLang adds up what all processes say.
+        counted = self.sglang.setting(server_args, "enable_metrics") and self.group.rank_in_group == 0
         self.clock = StageClock(self.device, metrics.count_stage if counted else None)
         self._head: TopKHead | None = None
         self.usual = self.options.plan(None, block)
