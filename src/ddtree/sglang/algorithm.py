@@ -114,8 +114,8 @@ def _check_chain(server_args: Any) -> None:
         )
     if server_args.enable_linear_replayssm_spec and kimi_linear_config(adapter().model_config(server_args)) is None:
         raise InvalidOption(
-            "DDTREE's linear mode is SGLang's DFLASH worker, which takes --enable-linear-replayssm-spec with KDA models "
-            "(Kimi Linear) alone: drop it"
+            "DDTREE's linear mode is SGLang's DFLASH worker, which takes --enable-linear-replayssm-spec with KDA "
+            "models (Kimi Linear) alone: drop it"
         )
 
 

@@ -60,6 +60,8 @@ class Options:
     def rows(self, block: int) -> int:
         """Rows that the target verifies for one request, the root included. block: the drafter's block size.
 
+        At least a block of them, whatever the budget: SGLang reserves slots by this number, and the drafter's block
+        is written to slots too; those behind what is reserved may be another request's.
         Raises InvalidOption where they do not fit the kernels.
         """
         if self.mode == "linear":
@@ -69,7 +71,7 @@ class Options:
                 f"a tree needs a drafter's block of 2 to {MOST_DEPTHS + 1} tokens, not {block}: set "
                 f"--speculative-num-draft-tokens, or {_flag('mode')} linear"
             )
-        rows = 1 + self.budget if self.mode == "tree" else block + self.budget
+        rows = max(1 + self.budget, block) if self.mode == "tree" else block + self.budget
         if rows > MOST_ROWS:
             raise InvalidOption(
                 f"a block of {block} and a budget of {self.budget} make {rows} rows; at most {MOST_ROWS} can be "
@@ -92,8 +94,7 @@ class Options:
         if plan.rows > self.rows(block):
             raise InvalidOption(
                 f"ddtree_mode {mode} needs {plan.rows} rows, but this server verifies {self.rows(block)}: start it "
-                f"with {'--speculative-ddtree-mode ' if mode == 'shadow-linear' else 'a larger budget than '}"
-                f"{mode if mode == 'shadow-linear' else self.budget}"
+                f"with {_flag('mode')} {mode}, or ask for a smaller ddtree_budget"
             )
         return plan
 
