@@ -11,6 +11,7 @@ from ddtree.sglang.options import Options, add_flags, variable
 
 @pytest.fixture(autouse=True)
 def no_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ddtree.sglang.options._before", {})
     for name in ("mode", "budget", "top_k", "pairwise"):
         monkeypatch.setenv(variable(name), "")  # so that what a test sets goes again
 
@@ -36,6 +37,20 @@ def test_flags_reach_processes_by_the_environment() -> None:
     )
     assert os.environ["DDTREE_SGLANG_BUDGET"] == "7"
     assert Options.read() == Options("shadow-linear", 7, 3, "on")
+
+
+def test_flags_of_one_server_are_not_the_next_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("DDTREE_SGLANG_TOP_K", "5")
+    monkeypatch.delenv("DDTREE_SGLANG_MODE")
+    first, second = argparse.ArgumentParser(), argparse.ArgumentParser()
+    add_flags(first)
+    named = ["--speculative-ddtree-mode", "shadow-linear", "--speculative-ddtree-mode", "linear"]
+    first.parse_args([*named, "--speculative-ddtree-top-k", "3"])
+    assert Options.read() == Options("linear", top_k=3)
+    add_flags(second)
+    assert "DDTREE_SGLANG_MODE" not in os.environ
+    second.parse_args([])
+    assert Options.read() == Options("tree", top_k=5)  # the user's own variable
 
 
 @pytest.mark.parametrize(
@@ -115,8 +130,8 @@ def test_a_request_that_is_refused(options: Options, custom: dict[str, object], 
 
 def test_custom_params_that_are_no_object_are_refused() -> None:
     options = Options("tree", 31)
-    assert "must be an object" in str(options.refusal(["ddtree_budget"], 16))  # type: ignore[arg-type]
-    assert options.granted(["ddtree_budget"], 16) == options.plan(None, 16)  # type: ignore[arg-type]
+    assert "must be an object" in str(options.refusal(["ddtree_budget"], 16))
+    assert options.granted(["ddtree_budget"], 16) == options.plan(None, 16)
 
 
 def test_what_is_granted_is_the_plan() -> None:

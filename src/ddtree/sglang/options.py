@@ -98,11 +98,11 @@ class Options:
             )
         return plan
 
-    def granted(self, custom: Mapping[str, Any] | None, block: int) -> PlanRow:
+    def granted(self, custom: Any, block: int) -> PlanRow:
         """As plan; the server's own for a request that is refused: with overlap it has a round before it is gone."""
         return self.plan(None if self.refusal(custom, block) else custom, block)
 
-    def refusal(self, custom: Mapping[str, Any] | None, block: int) -> str | None:
+    def refusal(self, custom: Any, block: int) -> str | None:
         """Why a request cannot be served as it asks; None where it can."""
         if custom is not None and not isinstance(custom, Mapping):
             return f"custom_params must be an object with names and values, not {custom!r}"
@@ -126,8 +126,17 @@ def variable(name: str) -> str:
     return f"DDTREE_SGLANG_{name.upper()}"
 
 
+_before: dict[str, str | None] = {}  # variables that flags of this process have set: what they were
+
+
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """Give SGLang's parser the plug-in's flags."""
+    """Give SGLang's parser the plug-in's flags. Those of an earlier server, parsed in this process, end with it."""
+    for name, was in _before.items():
+        if was is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = was
+    _before.clear()
     parser.add_argument(_flag("mode"), choices=MODES, action=_ToEnvironment, help=HELP["mode"])
     for name in ("budget", "top_k"):
         parser.add_argument(_flag(name), type=int, action=_ToEnvironment, help=HELP[name])
@@ -139,7 +148,9 @@ class _ToEnvironment(argparse.Action):
 
     def __call__(self, parser: Any, namespace: Any, values: Any, option_string: str | None = None) -> None:
         setattr(namespace, self.dest, values)
-        os.environ[variable(self.dest.removeprefix("speculative_ddtree_"))] = str(values)
+        name = variable(self.dest.removeprefix("speculative_ddtree_"))
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = str(values)
 
 
 def _flag(name: str) -> str:
