@@ -25,6 +25,10 @@ class Req:
         self.sampling_params = SimpleNamespace(**usual | {"stop_token_ids": {11}} | params)
         self.origin_input_ids, self.output_ids = PROMPT, said
         self.tokenizer = SimpleNamespace(additional_stop_token_ids=None, eos_token_id=0)
+        self.ended = False
+
+    def finished(self) -> bool:
+        return self.ended
 
 
 def tree(device: torch.device) -> Rows:
@@ -134,3 +138,19 @@ def test_nothing_is_counted_where_nobody_asks(device: torch.device) -> None:
     assert penalties.of(reqs, NONE, root, root) is None
     assert penalties.of(reqs, None, root, root) is None
     assert penalties._counts is None
+
+
+def test_finished_requests_give_their_rows_up_while_somebody_holds_them(device: torch.device) -> None:
+    """SGLang's own custom_params hold a request in a circle, which is freed when Python looks for circles."""
+    penalties, held = Penalties(device), []
+    for index in range(40):
+        held.append(Req([index % VOCABULARY] * 3, frequency_penalty=2.0))
+        penalties.begin(held[-1:], INFO)
+        if index:
+            held[-2].ended = True
+    assert penalties._counts is not None
+    assert len(penalties._counts) == 8
+    found = penalties.of(held[-1:], INFO, torch.tensor([3], device=device), torch.tensor([4], device=device))
+    assert found is not None
+    assert found.table[found.index].cpu().flatten().nonzero().flatten().tolist() == [3]
+    assert int(found.table[found.index].sum()) == 4

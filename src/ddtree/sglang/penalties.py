@@ -70,6 +70,9 @@ class Penalties:
     def _start(self, req: Any, said: Sequence[int], vocabulary: int) -> None:
         row = self._rows.get(req)
         if row is None:
+            # A finished request may live on (its own custom_params hold it); its last round was launched before.
+            for gone in [one for one in self._rows if one.finished()]:
+                del self._rows[gone]
             taken = {0, *self._rows.values()}
             row = self._rows[req] = next(at for at in range(len(taken) + 1) if at not in taken)
         counts = self._table(row + 1, vocabulary)[row]

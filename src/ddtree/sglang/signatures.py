@@ -194,7 +194,13 @@ _0_5_17 = Release(
         "managers.scheduler:Scheduler": ("spec_algorithm", "draft_worker"),
         "managers.io_struct:GetInternalStateReqOutput": ("internal_state",),
         "configs.model_config:ModelConfig": ("model_path", "revision", "vocab_size", "hidden_size"),
-        "managers.schedule_batch:Req": ("sampling_params", "output_ids", "origin_input_ids", "tokenizer"),
+        "managers.schedule_batch:Req": (
+            "sampling_params",
+            "output_ids",
+            "origin_input_ids",
+            "tokenizer",
+            "finished",
+        ),
         "layers.attention.verify_mask:VerifyMask": ("buffer",),
         "model_executor.runner.decode_cuda_graph_runner:DecodeCudaGraphRunner": ("bs", "captured_req_width", "buffers"),
         "managers.scheduler_components.metrics_reporter:SchedulerMetricsReporter": (
