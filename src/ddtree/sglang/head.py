@@ -90,8 +90,14 @@ def plain_weight(lm_head: Any, world: int) -> tuple[Tensor, int]:
     shard = getattr(lm_head, "shard_indices", None)
     if shard is None:
         if world != 1:
-            raise UnsupportedModel("DDTREE with tensor parallelism needs an lm_head that says which tokens a rank has")
+            raise UnsupportedModel(
+                "DDTREE with tensor parallelism needs an lm_head that says which tokens a rank has, and this target's "
+                "does not: use one GPU (--tp-size 1)"
+            )
         return weight, 0
     if int(shard.num_added_elements):
-        raise UnsupportedModel("DDTREE does not know added vocabulary in the target's lm_head")
+        raise UnsupportedModel(
+            "DDTREE does not know added vocabulary in the target's lm_head: use --speculative-ddtree-mode linear, or a "
+            "checkpoint without it"
+        )
     return weight[: int(shard.num_org_elements)], int(shard.org_vocab_start_index)
