@@ -3,13 +3,20 @@
 import pytest
 
 from ddtree.errors import InvalidOption, UnsupportedModel
-from ddtree.sglang.limits import check_rows, check_window
+from ddtree.sglang.limits import check_latent, check_rows, check_window
 
 
 def test_rows_are_those_that_the_server_was_settled_for() -> None:
     check_rows(32, 32)
     with pytest.raises(InvalidOption, match=r"make 32 .* settled for 16: .*DDTREE_SGLANG_MODE, DDTREE_SGLANG_BUDGET"):
         check_rows(32, 16)
+
+
+def test_flashinfer_reads_no_mask_for_latent_attention() -> None:
+    check_latent("flashinfer", latent=False)
+    check_latent("triton", latent=True)
+    with pytest.raises(InvalidOption, match=r"latent attention .* add --attention-backend triton"):
+        check_latent("flashinfer", latent=True)
 
 
 @pytest.mark.parametrize("window", [None, -2, -1, 0, 2080])

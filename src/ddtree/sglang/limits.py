@@ -20,6 +20,23 @@ def check_rows(rows: int, settled: int) -> None:
         )
 
 
+def check_latent(backend: str, latent: bool) -> None:
+    """Raises InvalidOption where a tree's mask would not be read.
+
+    SGLang's flashinfer has two backends: the one for latent attention (MLA) takes no mask, and verifies any rows as a
+    chain.
+
+    Args:
+        backend: of verify forwards.
+        latent: the target's attention is latent (DeepSeek, Kimi, GLM).
+    """
+    if latent and backend == "flashinfer":
+        raise InvalidOption(
+            "SGLang's flashinfer reads no tree's mask for a target with latent attention (MLA): add "
+            "--attention-backend triton, or --speculative-ddtree-mode linear"
+        )
+
+
 def check_window(window: int | None, context: int, rows: int) -> None:
     """Raises UnsupportedModel for a sliding window that a tree's rows would be given wrongly.
 

@@ -43,12 +43,9 @@ class Room:
         self.block = Block.allocate(size, worker.depth + 1, width, device)
         self.links = Links.allocate(size, width, device)
         self.commits = torch.zeros(1, dtype=torch.int64, device=device)  # see rows.stage
-        prefill, decode = worker.sglang.attention_backends(runner)
-        mode = worker.sglang.setting(runner.server_args, "speculative_attention_mode")
-        verifies = decode if mode == "decode" else prefill
         # Deterministic inference has a triton kernel of its own, which reads the cached tokens' columns too.
         whole = worker.sglang.setting(runner.server_args, "enable_deterministic_inference")
-        context, packs = runner.model_config.context_len, verifies in PACKING_BACKENDS
+        context, packs = runner.model_config.context_len, verifying(worker.sglang, runner) in PACKING_BACKENDS
         self.mask = MaskRoom(runner.attn_backend, context, width, packs or bool(whole), packs)
         self._views: dict[int, View] = {}
 
@@ -76,6 +73,13 @@ class Room:
                 self.shadows[:size],
             )
         return found
+
+
+def verifying(release: Any, runner: Any) -> str:
+    """The attention backend of verify forwards. release: the adapter; runner: SGLang's, of the target."""
+    prefill, decode = release.attention_backends(runner)
+    mode = release.setting(runner.server_args, "speculative_attention_mode")
+    return str(decode if mode == "decode" else prefill)
 
 
 class MaskRoom:

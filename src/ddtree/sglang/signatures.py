@@ -92,7 +92,7 @@ _0_5_17 = Release(
             "_need_mamba_verify_commit",
             "device",
         ),
-        "model_executor.model_runner:ModelRunner": ("capture_tail_hooks", "sliding_window_size"),
+        "model_executor.model_runner:ModelRunner": ("capture_tail_hooks", "sliding_window_size", "use_mla_backend"),
         "distributed.parallel_state:GroupCoordinator": ("rank_in_group", "world_size"),
         "speculative.dflash_info_v2:DFlashDraftInputV2": (
             "bonus_tokens",

@@ -28,7 +28,7 @@ from ddtree.sglang.head import Drafted, TopKHead, plain_weight
 from ddtree.sglang.options import Options
 from ddtree.sglang.pairwise import Pairs, load
 from ddtree.sglang.penalties import Penalties
-from ddtree.sglang.room import Room, View
+from ddtree.sglang.room import Room, View, verifying
 from ddtree.sglang.stages import StageClock
 from ddtree.sglang.tails import Growth, Keeping
 from ddtree.sglang.verify import TreeVerifyInput
@@ -49,6 +49,7 @@ class DDTreeWorker(DFlashWorkerV2):  # type: ignore[misc]
         self.group = get_tp_group()
         # What cannot be had is refused now.
         runner = self.model_runner
+        limits.check_latent(verifying(self.sglang, runner), runner.use_mla_backend)
         limits.check_window(runner.sliding_window_size, runner.model_config.context_len, self.width)
         weight, _ = plain_weight(getattr(self.model_runner.model, "lm_head", None), self.group.world_size)
         cache = self.sglang.setting(server_args, "download_dir")
