@@ -94,7 +94,9 @@ def serve(folder: Path, name: str, arguments: list[str], graphs: bool = False, r
         "llguidance",
     ]
     command += ["--context-length", str(CONTEXT), "--max-total-tokens", "2048", "--max-running-requests", "4"]
-    command += ["--disable-overlap-schedule", "--skip-server-warmup", "--enable-metrics", *arguments]
+    command += ["--skip-server-warmup", "--enable-metrics", *arguments]
+    if "--speculative-algorithm" not in arguments:  # with overlap plain SGLang's penalties come a token late
+        command.append("--disable-overlap-schedule")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("DDTREE_")}
     if ranks > 1:
         cores = sorted(os.sched_getaffinity(0))

@@ -200,9 +200,9 @@ def counters(metrics: str) -> list[tuple[str, str, str]]:
 def test_the_drafter_sees_what_it_sees_in_stock(folder: Path, linear: Answers, server: str) -> None:
     """Its own proposals depend on every feature in its cache, so one row at a wrong place would show."""
 
-    def chains(name: str) -> dict[tuple[int, ...], list[int]]:
+    def chains(name: str) -> dict[str, list[int]]:
         lines = [json.loads(line) for line in (folder / f"{name}.chains").read_text().splitlines()]
-        return {tuple(line["ids"]): line["chain"] for line in lines}
+        return {json.dumps(line["key"]): line["chain"] for line in lines}
 
     ours, stock = chains(server), chains("linear")
     common = ours.keys() & stock.keys()

@@ -259,8 +259,19 @@ def scripted(batch, depths, ranks):
 
 
 def write_down(batch, chain):
-    """One line a request: how many tokens are in the cache, and the drafter's own chain."""
+    """One line a greedy request: what it asked, how many tokens are in the cache, and the drafter's own chain.
+
+    That is the same everywhere, since the tokens are; with overlap the host does not yet know those of the last round.
+    Penalties are left out: stock DFLASH has none, and so says other tokens.
+    """
     with open(os.environ["DDTREE_TEST_LOG"], "a") as file:
         for b, req in enumerate(batch.reqs):
-            ids = list(req.origin_input_ids) + list(req.output_ids)
-            file.write(json.dumps({"ids": ids, "chain": chain[b].tolist()}) + "\n")
+            asked = req.sampling_params
+            if asked.top_k == 1 and not (
+                asked.frequency_penalty
+                or asked.presence_penalty
+                or asked.repetition_penalty != 1
+                or asked.min_new_tokens
+            ):
+                key = [list(req.origin_input_ids), asked.logit_bias, asked.regex, int(batch.seq_lens[b])]
+                file.write(json.dumps({"key": key, "chain": chain[b].tolist()}) + "\n")
