@@ -9,6 +9,8 @@ import pytest
 from ddtree.threads import share_cores
 
 share_cores()  # before torch is imported
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core already (Makefile)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 
@@ -41,6 +43,15 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder = tmp_path / "cache"
     monkeypatch.setenv("DDTREE_CACHE", str(folder))
     return folder
+
+
+@pytest.fixture(scope="module")
+def threads() -> Iterator[None]:
+    """More than one thread, as a user has them, also where each of several processes of tests has one."""
+    given = torch.get_num_threads()
+    torch.set_num_threads(max(2, given))
+    yield
+    torch.set_num_threads(given)
 
 
 @pytest.fixture(scope="module")

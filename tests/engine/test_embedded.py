@@ -20,7 +20,7 @@ SPECULATIONS = [Speculation(mode=mode) for mode in MODES]
 
 
 @pytest.fixture(scope="module")
-def engine() -> Engine:
+def engine(threads: None) -> Engine:
     return Engine.load(EngineConfig(dtype="float32", prefix_caching=False))
 
 
