@@ -27,7 +27,7 @@ SGLANG_OTHER := $(filter-out $(SGLANG),0.5.17 0.5.23)
 SGLANG_VENV := .venv-sglang$(if $(filter 0.5.17,$(SGLANG)),,-$(SGLANG))
 SGLANG_CORE := tests/sglang_server/test_sglang_core.py
 BIN := $(VENV)/bin
-# The most that a process of `make test` took was MEM of memory, of `make test-sglang` with its server MEM2.
+# On two cores the two processes of `make test` took up to 4.9 GB together, those of `make test-sglang` and servers 3.2 GB.
 JOBS ?= $(shell n=$$(env -u OMP_NUM_THREADS nproc 2>/dev/null || getconf _NPROCESSORS_ONLN); [ $$n -lt 4 ] && echo $$n || echo 4)
 spread = $(if $(filter-out 0 1,$(JOBS)),--numprocesses $(JOBS) --dist $(1))
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --constraint constraints.txt $(PIP_ARGS)
@@ -84,9 +84,9 @@ $(VENV)/.runtime: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) --editable .
 	@touch $@
 
-$(VENV)/.dev: $(VENV)/.runtime
+$(VENV)/.dev: $(VENV)/.python pyproject.toml constraints.txt
 	$(INSTALL) --editable ".[dev]"
-	@touch $@
+	@touch $(VENV)/.runtime $@
 
 # What .venv has (torch, Triton, pytest, pip and the package itself) is not installed once more: its folder comes last on
 # the path of SGLang's environment, behind what SGLang pins. Written at every run: a kept environment serves many checkouts.

@@ -46,15 +46,6 @@ def empty_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.fixture(scope="module")
-def threads() -> Iterator[None]:
-    """More than one thread, as a user has them, also where each of several processes of tests has one."""
-    given = torch.get_num_threads()
-    torch.set_num_threads(max(2, given))
-    yield
-    torch.set_num_threads(given)
-
-
-@pytest.fixture(scope="module")
 def one_thread() -> Iterator[None]:
     """One thread for tiny models: with more, threads wait for each other longer than they compute."""
     threads = torch.get_num_threads()
