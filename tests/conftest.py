@@ -9,6 +9,8 @@ import pytest
 from ddtree.threads import share_cores
 
 share_cores()  # before torch is imported
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core already (Makefile)
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import torch  # noqa: E402
 

@@ -20,6 +20,7 @@ from ddtree.deploy.check import Report, check
 from ddtree.deploy.render import render
 from ddtree.deploy.spec import Deployment, RouterPart
 from ddtree.doctor.facts import Asked, Facts
+from fakes import free_ports
 from machines import card, cpu, gpu, program, with_card, with_system, with_weights, with_xid
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
@@ -56,14 +57,6 @@ def machine(monkeypatch: pytest.MonkeyPatch, facts: Facts, seen: list[Any] | Non
         return replace(with_system(facts, environment=here), asked=asked)
 
     monkeypatch.setattr("ddtree.deploy.check.probe", probe)
-
-
-def free_ports(count: int) -> int:
-    """The first of some ports in a row that are free."""
-    for first in range(20000, 30000, count):
-        if not any(findings.refusal("127.0.0.1", port) for port in range(first, first + count)):
-            return first
-    raise AssertionError("no free ports")
 
 
 def here(**changes: Any) -> Deployment:

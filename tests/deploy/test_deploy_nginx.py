@@ -18,6 +18,7 @@ import pytest
 from a_deployment import made
 from ddtree.deploy.nginx import config
 from ddtree.deploy.spec import RouterPart
+from fakes import free_ports
 
 NGINX = shutil.which("nginx") or shutil.which("nginx", path="/usr/sbin")
 pytestmark = pytest.mark.skipif(NGINX is None, reason="nginx is not here: apt-get install nginx-light")
@@ -108,10 +109,8 @@ def router(upstreams: list[Upstream], prefix: Path) -> Iterator[Callable[..., ht
     clients: list[httpx.Client] = []
 
     def start(down: tuple[str, ...] = ()) -> httpx.Client:
-        with socket.socket() as sock:
-            sock.bind(("127.0.0.1", 0))
-            port = sock.getsockname()[1]
-        text = config(made(router=RouterPart(port=port if port not in (30001, 30002) else 29999)), "localhost", down)
+        port = free_ports(1)
+        text = config(made(router=RouterPart(port=port)), "localhost", down)
         for number, server in zip((30001, 30002), upstreams, strict=True):
             assert f"127.0.0.1:{number} " in text
             text = text.replace(f"127.0.0.1:{number} ", f"127.0.0.1:{server.port} ")

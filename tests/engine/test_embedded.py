@@ -1,8 +1,12 @@
 """The real model: not one token changes, and plain greedy decoding is what transformers generates."""
 
 import json
+import os
+import subprocess
+import sys
 from dataclasses import replace
 from importlib.resources import files
+from pathlib import Path
 
 import pytest
 import torch
@@ -61,6 +65,22 @@ def test_four_prompts_greedy_equal_plain_decoding_and_transformers(engine, embed
 
 def test_four_prompts_sampled_equal_plain_decoding(engine):
     check(engine, 4, 0.8, QUICK)
+
+
+def test_two_threads_in_a_process_of_its_own(embedded_model):
+    """A user has more than one; here all have one each where several processes of tests share the cores (conftest)."""
+    code = "import test_embedded as t; assert t.torch.get_num_threads() == 2; "
+    code += "t.check(t.Engine.load(t.EngineConfig(dtype='float32', prefix_caching=False)), 2, 0.8, 24)"
+    here, environment = Path(__file__).parent, os.environ | {"OMP_NUM_THREADS": "2"}
+    path = os.pathsep.join([str(here), *filter(None, [os.environ.get("PYTHONPATH")])])
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        timeout=240,
+    )
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.8])

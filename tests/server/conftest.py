@@ -1,5 +1,6 @@
 """A scripted engine that needs no model, and the ways to talk to it: in the process, or through a real socket."""
 
+import logging
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
@@ -310,6 +311,16 @@ class FakeEngine:
             shadow=self.shadow,
             tok_s=self.tok_s,
         )
+
+
+@pytest.fixture(autouse=True)
+def _no_logs_of_others() -> Iterator[None]:
+    """What a test's server set up ends with the test, as does the standard error that it wrote to."""
+    logger = logging.getLogger("ddtree")
+    handlers, level = list(logger.handlers), logger.level
+    yield
+    logger.handlers[:] = handlers
+    logger.setLevel(level)
 
 
 @pytest.fixture
